@@ -1,0 +1,1 @@
+"""From text to token batches: tokenizer, shards, blends, packs."""

@@ -1,0 +1,1 @@
+"""What executes a step: the torch reference, and checkpoints."""

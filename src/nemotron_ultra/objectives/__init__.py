@@ -1,0 +1,1 @@
+"""(ModelOutput, TokenBatch) -> loss and metrics, one file per objective."""

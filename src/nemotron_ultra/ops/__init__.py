@@ -1,0 +1,1 @@
+"""Functions of tensors: the torch reference first, faster twins as rows of `ops/table.py`."""

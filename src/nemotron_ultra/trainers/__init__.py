@@ -1,0 +1,1 @@
+"""The step loop and one file per trainer."""
