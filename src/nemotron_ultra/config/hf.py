@@ -1,8 +1,8 @@
-"""config.json of a Hugging Face `nemotron_h` folder <-> ModelConfig, in every spelling that such files are found in.
+"""config.json of a Hugging Face `nemotron_h` folder <-> ModelConfig, in every spelling that such files come in.
 
-Absent fields take transformers' defaults (NemotronHConfig), not ours; the layer list and the two widths that nobody
-could guess must be there. Fields without influence on the numbers (rope_theta, expand, residual_in_fp32, ...) are
-left aside, as transformers does.
+Absent fields take transformers' defaults (NemotronHConfig), not ours; the layer list and the two widths that
+nobody could guess must be there. Fields without influence on the numbers (rope_theta, expand, residual_in_fp32
+and more) are left aside, as transformers does.
 """
 
 from __future__ import annotations
@@ -82,14 +82,41 @@ ALIASES = {
 }
 ACTIVATIONS = {"mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu", "swish")}
 # Keys that such files hold and that change nothing: known, so that a warning about them would be noise.
-INERT = (
-    "architectures attention_bias attention_dropout auto_map dtype expand hidden_dropout mamba_proj_bias "
-    "mamba_ssm_cache_dtype model_type moe_shared_expert_overlap n_shared_experts norm_eps num_hidden_layers "
-    "num_logits_to_keep output_router_logits partial_rotary_factor residual_in_fp32 rope_parameters rope_theta "
-    "sliding_window tie_word_embeddings torch_dtype transformers_version use_cache use_mamba_kernels "
-    "hybrid_override_pattern layers_block_type mtp_hybrid_override_pattern mtp_layers_block_type "
-    "num_key_value_heads mlp_hidden_act mamba_hidden_act"
-).split()
+INERT = [
+    "architectures",
+    "attention_bias",
+    "attention_dropout",
+    "auto_map",
+    "dtype",
+    "expand",
+    "hidden_dropout",
+    "mamba_proj_bias",
+    "mamba_ssm_cache_dtype",
+    "model_type",
+    "moe_shared_expert_overlap",
+    "n_shared_experts",
+    "norm_eps",
+    "num_hidden_layers",
+    "num_logits_to_keep",
+    "output_router_logits",
+    "partial_rotary_factor",
+    "residual_in_fp32",
+    "rope_parameters",
+    "rope_theta",
+    "sliding_window",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "use_mamba_kernels",
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "mtp_hybrid_override_pattern",
+    "mtp_layers_block_type",
+    "num_key_value_heads",
+    "mlp_hidden_act",
+    "mamba_hidden_act",
+]
 # Limits at or above this mean "no limit": files spell infinity as 1e30 where JSON has no word for it.
 NO_LIMIT = 1e30
 
@@ -97,8 +124,8 @@ NO_LIMIT = 1e30
 def read_hf_config(path: str | Path) -> ModelConfig:
     """ModelConfig of a checkpoint folder, or of its config.json.
 
-    Raises CheckpointError if the file is not there or is no JSON, ConfigError (one, listing every mistake) if its
-    content describes no model of ours.
+    Raises CheckpointError if the file is not there or is no JSON, ConfigError (one, listing every mistake) if
+    its content describes no model of ours.
     """
     file = Path(path)
     if file.is_dir():
@@ -119,7 +146,7 @@ def read_hf_config(path: str | Path) -> ModelConfig:
 
 
 def model_config_from_hf(content: Mapping[str, Any], file: str = "config.json") -> ModelConfig:
-    """ModelConfig of the content of a config.json; `file` is named in errors and warnings. Source: oracle section 3."""
+    """ModelConfig of the content of a config.json; `file` is named in errors and warnings. Raises ConfigError."""
     problems: list[str] = []
     given = _rename_aliases({k: v for k, v in content.items() if v is not None}, problems)
     problems += _check_kind(given)
@@ -250,13 +277,14 @@ def _check_letters(key: str, pattern: Any, problems: list[str]) -> None:
     separators = [letter for letter in unknown if letter in "|/"]
     if separators:
         problems.append(
-            f"{key}: {' '.join(map(repr, separators))} separates pipeline stages or MTP modules in Megatron launch "
-            f"scripts; write the layers alone, and MTP layers as mtp_hybrid_override_pattern"
+            f"{key}: {' '.join(map(repr, separators))} separates stages or MTP modules in Megatron launch scripts; "
+            f"write the layers alone, and MTP layers as mtp_hybrid_override_pattern"
         )
     strange = [letter for letter in unknown if letter not in "|/"]
     if strange:
         problems.append(
-            f"{key}: unknown letter {' '.join(map(repr, strange))} in {pattern!r}, allowed: {' '.join(BLOCK_LETTERS)}"
+            f"{key}: unknown letter {' '.join(map(repr, strange))} in {pattern!r}, "
+            f"allowed: {' '.join(BLOCK_LETTERS)}"
         )
 
 
@@ -264,8 +292,8 @@ def _build(values: dict[str, Any], given: Mapping[str, Any], file: str) -> Model
     layers = given.get("num_hidden_layers", len(values["pattern"]))
     if layers != len(values["pattern"]):
         warnings.warn(
-            f"{file}: num_hidden_layers {layers} differs from the {len(values['pattern'])} layers of the layer list; "
-            "the list counts",
+            f"{file}: num_hidden_layers {layers} differs from the layer list, which has "
+            f"{len(values['pattern'])} layers and counts",
             stacklevel=4,
         )
     known = set(DEFAULTS) | set(INERT) | set(NEEDED)

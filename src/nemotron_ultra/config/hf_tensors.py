@@ -1,6 +1,7 @@
-"""The tensors of a checkpoint, from the config alone: name, shape, and whether the release keeps it in float32.
+"""The tensors of a checkpoint, from the config alone: name, shape, and whether the release keeps it in fp32.
 
-Ultra: 51,023 hub tensors, 1,121,049,257,984 bytes in bf16 with fp32 correction biases (oracle section 4).
+Ultra: 51,023 hub tensors, 1,121,049,257,984 bytes in bf16 with fp32 correction biases, which is the `total_size` of
+the released model.safetensors.index.json.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from nemotron_ultra.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of our state dict. `experts` > 0: the first dimension is split into that many tensors on disk."""
+    """One tensor of our state dict. `experts` > 0: its first dimension is as many tensors on disk."""
 
     name: str
     shape: tuple[int, ...]
