@@ -1,8 +1,8 @@
-"""config.json of a Hugging Face `nemotron_h` folder <-> ModelConfig, in every spelling that such files come in.
+"""config.json of a Hugging Face `nemotron_h` folder <-> ModelConfig, in every spelling such files come in.
 
 Absent fields take transformers' defaults (NemotronHConfig), not ours; the layer list and the two widths that
-nobody could guess must be there. Fields without influence on the numbers (rope_theta, expand, residual_in_fp32
-and more) are left aside, as transformers does.
+nobody could guess must be there. Fields without influence on the numbers (rope_theta, expand and more) are left
+aside, as transformers does.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def read_hf_config(path: str | Path) -> ModelConfig:
 
 
 def model_config_from_hf(content: Mapping[str, Any], file: str = "config.json") -> ModelConfig:
-    """ModelConfig of the content of a config.json; `file` is named in errors and warnings. Raises ConfigError."""
+    """ModelConfig of the content of a config.json; `file` is named in warnings and in the ConfigError."""
     problems: list[str] = []
     given = _rename_aliases({k: v for k, v in content.items() if v is not None}, problems)
     problems += _check_kind(given)
@@ -277,8 +277,8 @@ def _check_letters(key: str, pattern: Any, problems: list[str]) -> None:
     separators = [letter for letter in unknown if letter in "|/"]
     if separators:
         problems.append(
-            f"{key}: {' '.join(map(repr, separators))} separates stages or MTP modules in Megatron launch scripts; "
-            f"write the layers alone, and MTP layers as mtp_hybrid_override_pattern"
+            f"{key}: {' '.join(map(repr, separators))} separates stages or MTP modules in Megatron launch "
+            f"scripts; write the layers alone, and MTP layers as mtp_hybrid_override_pattern"
         )
     strange = [letter for letter in unknown if letter not in "|/"]
     if strange:

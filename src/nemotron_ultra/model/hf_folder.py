@@ -1,7 +1,7 @@
 """load_model and save_model: a folder in the Hugging Face `nemotron_h` layout, streamed tensor by tensor.
 
-config.json, model.safetensors or shards with model.safetensors.index.json, and checksums.json of ours. Memory stays
-at the model plus a few megabytes in both directions; a save appears under its name complete or not at all.
+config.json, model.safetensors or shards with model.safetensors.index.json, and checksums.json of ours. Memory
+stays at the model plus a few megabytes both ways; a save appears under its name complete or not at all.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def save_model(
     max_shard_bytes: float = 5e9,
     overwrite: bool = False,
 ) -> None:
-    """Write `model` as a folder that `load_model` and transformers open; `dtype=None` keeps each tensor's own.
+    """Write `model` as a folder that `load_model` and transformers open; None keeps each tensor's dtype.
 
     The folder is written beside `path` under a temporary name and renamed. A non-empty `path` is refused;
     `overwrite=True` replaces it if it is a checkpoint of this layout. Raises CheckpointError.

@@ -1,4 +1,4 @@
-"""Which tensor of which file fills which entry of the state dict; everything that does not fit, in one error."""
+"""Which tensor of which file fills which entry of the state dict; all that does not fit, in one error."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def open_shards(folder: Path) -> Shards:
 
 
 def match_tensors(folder: Path, config: ModelConfig, shards: Shards) -> dict[str, Reads]:
-    """For each file what to read from it. Raises one CheckpointError that lists all tensors that do not fit."""
+    """For each file what to read from it. Raises one CheckpointError listing all misfits."""
     expected = {spec.name: spec for spec in state_tensors(config)}
     waiting = {
         (spec.name, e)
@@ -122,7 +122,7 @@ def _misfit(folder: Path, missing: list[str], unexpected: list[str], unfit: list
     more = f"\n  and {rest} more" if rest > 0 else ""
     do = "give the config.json that belongs to these weights"
     if all(line.startswith("missing: mtp.") for line in problems):
-        do = "transformers drops the MTP weights when it saves; set num_nextn_predict_layers to 0 in config.json"
+        do = "transformers drops MTP weights when it saves; set num_nextn_predict_layers to 0 in config.json"
     elif all(line.startswith("unexpected: mtp.") for line in problems):
         do = "the weights hold an MTP module; set num_nextn_predict_layers to 1 in config.json"
     summary = ", ".join(f"{count} {what}" for count, what in counts if count)

@@ -1,8 +1,8 @@
 """Names of tensors: hub checkpoints <-> our state dict.
 
 The two agree but for the experts: the hub stores `...experts.7.up_proj.weight` [F, L], the model holds
-`...experts.up_proj` [E, F, L]. Files that transformers holds in memory or that old exports left behind say `model.`
-for `backbone.` and `embedding.` for `embeddings.`; those are read too.
+`...experts.up_proj` [E, F, L]. State dicts of transformers say `model.` for `backbone.`, old exports `embedding.`
+for `embeddings.`; those are read too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def state_name(key: str) -> tuple[str, int | None]:
 
 
 def hub_items(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(hub key, tensor) of one entry of our state dict: stacked experts one by one, as views, all else unchanged."""
+    """(hub key, tensor) of an entry of our state dict: stacked experts one by one, as views."""
     match = _STACKED.fullmatch(name)
     if match is None:
         yield name, tensor
@@ -46,5 +46,5 @@ def hub_items(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def stays_fp32(name: str) -> bool:
-    """Whether a tensor keeps float32 whatever dtype the checkpoint is saved in (the router's selection bias)."""
+    """Whether a tensor keeps float32 in a checkpoint of any dtype (the router's selection bias)."""
     return name.endswith(CORRECTION_BIAS)

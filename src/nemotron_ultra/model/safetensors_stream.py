@@ -1,8 +1,8 @@
 """safetensors files read and written in pieces of a few megabytes.
 
-The library's reader maps the file, so that loading a model holds it twice (the map and the parameters), and its
-writer makes bytes of every tensor before the first write. Here a tensor goes from the disk straight into the memory
-of its parameter and back. Format: u64 length, JSON header {name: {dtype, shape, data_offsets}}, tensor bytes.
+The library's reader maps the file, so that loading holds a model twice (the map and the parameters), and its
+writer makes bytes of every tensor before the first write. Here a tensor goes from the disk straight into the
+memory of its parameter and back. Format: u64 length, JSON header {name: {dtype, shape, data_offsets}}, bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Entries of a file by name. Raises CheckpointError for a truncated or damaged file, without reading tensors."""
+    """Entries of a file by name. Raises CheckpointError for a truncated or damaged file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -62,7 +62,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def read_into(file: BinaryIO, entry: Entry, target: Tensor) -> None:
-    """Fill `target` (contiguous, of the entry's shape, any float dtype and device) from an unbuffered file."""
+    """Fill `target` (contiguous, the entry's shape, any float dtype and device) from an unbuffered file."""
     dtype = DTYPES[entry.dtype]
     file.seek(entry.begin)
     flat = target.detach().view(-1)
@@ -79,7 +79,7 @@ def read_into(file: BinaryIO, entry: Entry, target: Tensor) -> None:
 
 
 def write_file(path: Path, tensors: Iterable[tuple[str, torch.dtype, Tensor]]) -> str:
-    """Write (name, dtype on disk, tensor) in the order given, flushed to the disk; blake2b of the file, in hex."""
+    """Write (name, dtype on disk, tensor) in the order given, flushed to disk; blake2b of the file, in hex."""
     tensors = list(tensors)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
