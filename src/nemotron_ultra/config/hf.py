@@ -1,8 +1,8 @@
 """config.json of a Hugging Face `nemotron_h` folder <-> ModelConfig, in every spelling such files come in.
 
 Absent fields take transformers' defaults (NemotronHConfig), not ours; the layer list and the two widths that
-nobody could guess must be there. Fields without influence on the numbers (rope_theta, expand and more) are left
-aside, as transformers does.
+nobody could guess must be there. Fields without influence on the numbers (rope_theta, expand and more) are
+left aside, as transformers does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Names of tensors: hub checkpoints <-> our state dict.
 
 The two agree but for the experts: the hub stores `...experts.7.up_proj.weight` [F, L], the model holds
-`...experts.up_proj` [E, F, L]. State dicts of transformers say `model.` for `backbone.`, old exports `embedding.`
-for `embeddings.`; those are read too.
+`...experts.up_proj` [E, F, L]. State dicts of transformers say `model.` for `backbone.`, and old exports
+`embedding.` for `embeddings.`; those are read too.
 """
 
 from __future__ import annotations

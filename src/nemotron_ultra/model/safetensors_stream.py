@@ -79,7 +79,7 @@ def read_into(file: BinaryIO, entry: Entry, target: Tensor) -> None:
 
 
 def write_file(path: Path, tensors: Iterable[tuple[str, torch.dtype, Tensor]]) -> str:
-    """Write (name, dtype on disk, tensor) in the order given, flushed to disk; blake2b of the file, in hex."""
+    """Write (name, dtype on disk, tensor) in the order given, flushed to disk; blake2b of the file."""
     tensors = list(tensors)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
