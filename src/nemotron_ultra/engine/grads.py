@@ -1,0 +1,90 @@
+"""FP32 masters and FP32 gradients beside weights of any dtype (report 2.7).
+
+A weight kept in bf16 gets an FP32 master and an FP32 gradient buffer; each micro-batch's gradient is added to the buffer
+as soon as autograd has it. An fp32 weight is its own master and `.grad` is its buffer. The report's first divergence came
+from BF16 accumulation, which loses the 0.05-scaled MTP part of the shared head's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+# From torch 2.10 on a leaf can ask for gradients in FP32, so that the uses of a shared weight inside one micro-batch are
+# added in FP32 too; older versions add those in the weight's dtype and micro-batches in FP32.
+_GRAD_DTYPE = "grad_dtype" in dir(torch.Tensor)
+
+
+class MasterWeights:
+    """The FP32 side of a model's trainable parameters, by name.
+
+    `masters[name]` is an FP32 parameter whose `.grad` is the FP32 gradient summed since `clear()`.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]):
+        self.weights = {name: p for name, p in parameters if p.requires_grad}
+        self.masters = {name: self._master(p) for name, p in self.weights.items()}
+        self._handles = [
+            weight.register_post_accumulate_grad_hook(self._mover(self.masters[name]))
+            for name, weight in self.weights.items()
+            if self.masters[name] is not weight
+        ]
+
+    @property
+    def separate(self) -> dict[str, Tensor]:
+        """Masters that are not the weights themselves."""
+        return {name: m for name, m in self.masters.items() if m is not self.weights[name]}
+
+    @staticmethod
+    def _master(weight: nn.Parameter) -> nn.Parameter:
+        if weight.dtype == torch.float32:
+            return weight
+        if _GRAD_DTYPE:
+            weight.grad_dtype = torch.float32
+        return nn.Parameter(weight.detach().float())
+
+    @staticmethod
+    def _mover(master: nn.Parameter):
+        def move(weight: Tensor) -> None:
+            grad = weight.grad.float()
+            weight.grad = None
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+
+        return move
+
+    def gradients(self) -> dict[str, Tensor]:
+        """FP32 gradients of the parameters that took part."""
+        return {name: m.grad for name, m in self.masters.items() if m.grad is not None}
+
+    def clear(self) -> None:
+        for master in self.masters.values():
+            master.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the weights that the model computes with."""
+        for name, master in self.separate.items():
+            self.weights[name].copy_(master)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take the weights as masters, after weights were loaded from outside."""
+        for name, master in self.separate.items():
+            master.copy_(self.weights[name])
+
+
+def global_norm(grads: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm over all gradients, fp32 scalar."""
+    norms = torch._foreach_norm(list(grads))
+    return (
+        torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        if norms
+        else torch.zeros(())
+    )
+
+
+def first_non_finite(tensors: dict[str, Tensor]) -> str | None:
+    """Name of the first tensor that holds a NaN or an infinity."""
+    return next((name for name, t in tensors.items() if not bool(torch.isfinite(t).all())), None)

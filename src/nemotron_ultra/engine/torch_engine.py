@@ -1,0 +1,243 @@
+"""The reference engine: loss summed over the global batch, FP32 gradients, AdamW on FP32 masters (report 2.1, 2.4, 2.7).
+
+One step:
+    N = counts of the whole global batch            known before the first backward, so losses simply add up
+    for each micro-batch: backward(loss(batch) / N)  gradients add up in FP32
+    g = g * min(1, clip / |g|);  w = AdamW(w, g, lr(tokens));  router bias += rate * sign(mean load - load)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemotron_ultra.config.optim import OptimConfig
+from nemotron_ultra.data.batch import TokenBatch
+from nemotron_ultra.engine.base import Metrics, Objective
+from nemotron_ultra.engine.grads import MasterWeights, first_non_finite, global_norm
+from nemotron_ultra.engine.schedule import Schedule
+from nemotron_ultra.errors import CheckpointError, NonFiniteError
+from nemotron_ultra.ops.logprob import token_logprob
+from nemotron_ultra.ops.routing import updated_bias
+
+
+class TorchEngine:
+    """Runs a HybridLM on one device.
+
+    `step` counts optimizer steps, `tokens` consumed tokens. After forward_backward, `counts_LE` holds the tokens each expert
+    got in the global batch (int64 [MoE layers, E]) and `residual_norm_L` the RMS of the residual stream after each layer.
+    """
+
+    def __init__(
+        self, model: nn.Module, optim: OptimConfig, schedule: Schedule, *, router_bias_rate: float = 1e-3
+    ):
+        self.model, self.schedule, self.clip, self.router_bias_rate = (
+            model,
+            schedule,
+            optim.clip,
+            router_bias_rate,
+        )
+        self.step, self.tokens = 0, 0.0
+        self.counts_LE: Tensor | None = None
+        self.residual_norm_L: Tensor | None = None
+        self.router_names: list[str] = []
+        self.device = next(model.parameters()).device
+        self.master = MasterWeights(model.named_parameters())
+        self._documents: list[str] = []
+        self._pending_tokens = 0
+        self._optimizer = torch.optim.AdamW(
+            _decay_groups(self.master.masters, optim.weight_decay),
+            lr=schedule.peak,
+            betas=optim.betas,
+            eps=optim.eps,
+            fused=True,
+        )
+
+    def forward_backward(self, batches: Sequence[TokenBatch], objective: Objective) -> Metrics:
+        """Add the gradients of one global batch. Returns the objective's metrics of the whole batch.
+
+        Raises NonFiniteError, with the weights untouched, if a micro-batch's loss is NaN or infinite.
+        """
+        counts = _sum_counts(batches, objective)
+        totals: dict[str, Tensor] = {}
+        norms: list[Tensor] = []
+        self.counts_LE, self._documents = None, []
+        for batch in batches:
+            self._documents += batch.stats.get("documents", [])
+            output, loss, metrics = self._forward(batch, objective, counts)
+            self._check_loss(loss, output, batch)
+            loss.backward()
+            _add(totals, metrics)
+            self._collect(output, norms)
+            self._pending_tokens += batch.num_tokens
+        self.residual_norm_L = torch.stack(norms).square().mean(0).sqrt() if norms else None
+        return {name: float(value) for name, value in totals.items()}
+
+    def optimizer_step(self) -> Metrics:
+        """Apply and clear the gradients. Returns lr and the gradient norm before clipping.
+
+        Raises NonFiniteError, with the weights untouched, if a gradient is NaN or infinite.
+        """
+        gradients = self.master.gradients()
+        norm = global_norm(gradients.values())
+        if not bool(torch.isfinite(norm)):
+            self._refuse(
+                "gradient", first_non_finite(gradients) or "the norm of all gradients", self._documents, norm
+            )
+        if self.clip and float(norm) > self.clip:
+            torch._foreach_mul_(list(gradients.values()), self.clip / (float(norm) + 1e-6))
+        lr = self.schedule(self.tokens)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.master.publish()
+        self._update_router_bias()
+        self.master.clear()
+        self.step += 1
+        self.tokens += self._pending_tokens
+        self._pending_tokens = 0
+        return {"grad_norm": float(norm), "lr": lr}
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[TokenBatch], objective: Objective) -> Metrics:
+        """The objective's metrics over `batches`; touches neither weights, router counts and bias, nor random state."""
+        counts = _sum_counts(batches, objective)
+        totals: dict[str, Tensor] = {}
+        for batch in batches:
+            _add(totals, self._forward(batch, objective, counts)[2])
+        return {name: float(value) for name, value in totals.items()}
+
+    @torch.no_grad()
+    def logprob(self, batch: TokenBatch) -> Tensor:
+        """Log-probability of each label, [T]."""
+        batch = to_device(batch, self.device)
+        output = self.model(batch.tokens_T, batch.cu_seqlens, mtp_depths=0)
+        return token_logprob(output.hidden_TD, output.head_VD, batch.labels_T)
+
+    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of the model, as its state dict has them."""
+        yield from self.model.state_dict().items()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a bit-exact continuation needs, the model's tensors included (references, not copies)."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "model": self.model.state_dict(),
+            "master": {name: m.detach() for name, m in self.master.separate.items()},
+            "optimizer": {name: self._optimizer.state.get(m, {}) for name, m in self.master.masters.items()},
+            "rng": _rng_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`. Raises CheckpointError if the parameters differ."""
+        _same_names("optimizer state", set(state["optimizer"]), set(self.master.masters))
+        _same_names("master weights", set(state["master"]), set(self.master.separate))
+        self.step, self.tokens, self._pending_tokens = state["step"], state["tokens"], 0
+        self.model.load_state_dict(state["model"])
+        self.master.clear()
+        with torch.no_grad():
+            for name, master in self.master.separate.items():
+                master.copy_(state["master"][name])
+        for name, master in self.master.masters.items():
+            moments = state["optimizer"][name]
+            self._optimizer.state[master] = {k: v.to(master.device, copy=True) for k, v in moments.items()}
+        _set_rng_state(state["rng"])
+
+    def _forward(self, batch: TokenBatch, objective: Objective, counts: dict[str, float]):
+        batch = to_device(batch, self.device)
+        output = self.model(batch.tokens_T, batch.cu_seqlens)
+        return output, *objective(output, batch, counts)
+
+    def _collect(self, output: Any, norms: list[Tensor]) -> None:
+        if output.residual_norm_L is not None:
+            norms.append(output.residual_norm_L)
+        if output.router is not None and output.router.names:
+            self.router_names = output.router.names
+            seen_LE = output.router.counts_LE
+            self.counts_LE = seen_LE.clone() if self.counts_LE is None else self.counts_LE + seen_LE
+
+    @torch.no_grad()
+    def _update_router_bias(self) -> None:
+        if self.counts_LE is None or not self.router_bias_rate:
+            return
+        for (_, moe), counts_E in zip(self.model.moe_layers(), self.counts_LE, strict=True):
+            bias_E = moe.gate.e_score_correction_bias
+            bias_E.copy_(updated_bias(bias_E, counts_E, self.router_bias_rate))
+
+    def _check_loss(self, loss: Tensor, output: Any, batch: TokenBatch) -> None:
+        if bool(torch.isfinite(loss)):
+            return
+        where = "the loss (all layers are finite)"
+        if output.residual_norm_L is not None and not bool(torch.isfinite(output.residual_norm_L).all()):
+            where = f"backbone.layers.{int((~torch.isfinite(output.residual_norm_L)).int().argmax())}"
+        self._refuse("loss", where, batch.stats.get("documents", []), loss)
+
+    def _refuse(self, what: str, where: str, documents: list[str], value: Tensor) -> None:
+        self.master.clear()
+        self._pending_tokens = 0
+        shown = ", ".join(map(str, documents[:20])) + (
+            f" and {len(documents) - 20} more" if len(documents) > 20 else ""
+        )
+        raise NonFiniteError(
+            f"the {what} of step {self.step + 1} is not finite, first seen in {where}",
+            got=f"{float(value)} on documents: {shown or 'unknown'}",
+            do="nothing of this step was applied or saved; look at those documents, lower optim.lr, "
+            "or go on from an earlier checkpoint by deleting the latest ones",
+        )
+
+
+def to_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
+    """The batch with every tensor on `device` (cu_seqlens stays where it is: its values are needed on the host)."""
+    if device.type == "cpu":
+        return batch
+    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "cu_seqlens"}
+    moved = {n: t.to(device, non_blocking=True) for n, t in tensors.items() if isinstance(t, Tensor)}
+    return replace(batch, **moved)
+
+
+def _decay_groups(masters: dict[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; vectors (norms, biases, A_log, D, dt_bias) do not."""
+    matrices = [p for p in masters.values() if p.ndim >= 2]
+    vectors = [p for p in masters.values() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _sum_counts(batches: Sequence[TokenBatch], objective: Objective) -> dict[str, float]:
+    counts: dict[str, float] = {}
+    for batch in batches:
+        for name, value in objective.count(batch).items():
+            counts[name] = counts.get(name, 0.0) + float(value)
+    return counts
+
+
+def _add(totals: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
+    for name, value in metrics.items():
+        totals[name] = totals[name] + value if name in totals else value.detach()
+
+
+def _rng_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _same_names(what: str, found: set[str], expected: set[str]) -> None:
+    if found != expected:
+        raise CheckpointError(
+            f"{what} of the checkpoint does not fit the model",
+            got=f"missing {sorted(expected - found)[:8]}, unexpected {sorted(found - expected)[:8]}",
+            do="use the model and precision that the run was started with",
+        )

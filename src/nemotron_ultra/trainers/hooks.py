@@ -1,0 +1,218 @@
+"""Small classes called after every step, in the order of the list: each adds to `metrics`, or writes it somewhere.
+
+Clock and the measuring hooks come first, then the writers, then checkpoint and signal: what a checkpoint says has been
+logged is on the disk before it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from nemotron_ultra.data.batch import TokenBatch
+from nemotron_ultra.engine.base import Metrics, Objective
+from nemotron_ultra.engine.torch_engine import TorchEngine
+from nemotron_ultra.errors import EXIT_SAVED_ON_SIGNAL
+from nemotron_ultra.observe.console import Console
+from nemotron_ultra.observe.machine import peak_memory_bytes
+from nemotron_ultra.observe.metrics import MetricsLog
+from nemotron_ultra.observe.sinks import Sinks
+from nemotron_ultra.observe.stability import stability_metrics
+
+
+class Hook:
+    """Base: does nothing. `state_dict` is saved in every checkpoint under the class's name."""
+
+    def start(self) -> None:
+        """Called once before the first step."""
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        """Called after step number `step` (the first is 1); `metrics` may be added to."""
+
+    def finish(self) -> None:
+        """Called once at the end, also after an error."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Every:
+    """True at each multiple of `every`, and at the last step; 0 leaves the last step only."""
+
+    def __init__(self, every: int, last: int):
+        self.every, self.last = every, last
+
+    def __call__(self, step: int) -> bool:
+        return step == self.last or (self.every > 0 and step % self.every == 0)
+
+
+class Clock(Hook):
+    """seconds, tokens_per_second, matmul_share, memory_gb and total tokens of each step.
+
+    Only the step itself is timed: `restart`, the last hook of the list, sets the clock after validation and checkpoints.
+    matmul_share = training FLOPs of the step / seconds / measured matmul FLOP/s of the machine.
+    """
+
+    def __init__(self, engine: TorchEngine, training_flops_per_token: float, matmul_flops: float):
+        self.engine, self.flops_per_token, self.matmul_flops = engine, training_flops_per_token, matmul_flops
+        self.restart = Restart(self)
+        self.mark, self.tokens = 0.0, 0.0
+
+    def start(self) -> None:
+        self.set()
+
+    def set(self) -> None:
+        self.mark, self.tokens = time.perf_counter(), self.engine.tokens
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        seconds = time.perf_counter() - self.mark
+        rate = (self.engine.tokens - self.tokens) / seconds
+        metrics |= {"step": step, "tokens": self.engine.tokens, "seconds": seconds, "tokens_per_second": rate}
+        metrics["matmul_share"] = rate * self.flops_per_token / self.matmul_flops
+        metrics["memory_gb"] = peak_memory_bytes() / 1e9
+
+
+class Restart(Hook):
+    """Sets its clock again, so that what ran between is in no step's seconds."""
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        self.clock.set()
+
+
+class Stability(Hook):
+    """MaxVio of each MoE layer in both definitions, and the residual norm after each layer (report 2.7)."""
+
+    def __init__(self, engine: TorchEngine):
+        self.engine = engine
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        metrics |= stability_metrics(self.engine.counts_LE, self.engine.residual_norm_L)
+
+
+class Validation(Hook):
+    """val/ losses, each MTP depth by itself, and bits per byte of the validation text.
+
+    bits_per_byte = loss x labels / (ln 2 x bytes of the labels); the end-of-document label costs bits and adds no byte.
+    """
+
+    def __init__(
+        self,
+        engine: TorchEngine,
+        objective: Objective,
+        batches: Sequence[TokenBatch],
+        bytes_V: np.ndarray,
+        when: Every,
+    ):
+        self.engine, self.objective, self.batches, self.when = engine, objective, batches, when
+        self.labels = sum(float(batch.weight_T.sum()) for batch in batches)
+        kept = [batch.labels_T[batch.weight_T > 0].cpu().numpy() for batch in batches]
+        self.bytes = float(sum(bytes_V[labels].sum() for labels in kept))
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        if not self.when(step):
+            return
+        found = self.engine.evaluate(self.batches, self.objective)
+        metrics |= {f"val/{name}": value for name, value in found.items()}
+        if self.bytes:
+            metrics["val/bits_per_byte"] = found["loss"] * self.labels / (math.log(2) * self.bytes)
+
+
+class Log(Hook):
+    """metrics.jsonl, the step line and the sinks."""
+
+    def __init__(self, log: MetricsLog, console: Console, sinks: Sinks):
+        self.log, self.console, self.sinks = log, console, sinks
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        self.log.append(metrics)
+        self.console.step(metrics)
+        self.sinks.write(step, metrics)
+
+    def finish(self) -> None:
+        self.sinks.close()
+        self.console.close()
+
+
+class Samples(Hook):
+    """Text written by the model after a prompt from the validation text, appended to samples.jsonl."""
+
+    def __init__(
+        self, path: Path, write_text: Callable[[int], tuple[str, str]], console: Console, when: Every
+    ):
+        self.path, self.write_text, self.console, self.when = path, write_text, console, when
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        if not self.when(step):
+            return
+        prompt, text = self.write_text(step)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+        self.console.note(f"sample after {prompt[-40:]!r}: {text[:80]!r}")
+
+
+class Checkpoint(Hook):
+    """Saves every so many steps and at the last one."""
+
+    def __init__(self, save: Callable[[], Path], when: Every):
+        self.save, self.when = save, when
+        self.saved_step = -1
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        if self.when(step):
+            self.save_now(step)
+
+    def save_now(self, step: int) -> None:
+        if self.saved_step != step:
+            self.save()
+            self.saved_step = step
+
+
+class SavedOnSignal(SystemExit):
+    """Raised after a signal once the step is finished and saved; the exit status says that the run can go on."""
+
+    def __init__(self, name: str, step: int):
+        super().__init__(EXIT_SAVED_ON_SIGNAL)
+        self.name, self.step = name, step
+
+
+class Signals(Hook):
+    """SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, stop. A second Ctrl-C stops at once."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.checkpoint = checkpoint
+        self.received: signal.Signals | None = None
+        self.before: dict[signal.Signals, Any] = {}
+
+    def start(self) -> None:
+        for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            self.before[name] = signal.signal(name, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received == signal.SIGINT and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
+        os.write(2, f"\n{self.received.name} received: finishing the step, then saving\n".encode())
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        if self.received is not None:
+            self.checkpoint.save_now(step)
+            raise SavedOnSignal(self.received.name, step)
+
+    def finish(self) -> None:
+        for name, handler in self.before.items():
+            signal.signal(name, handler)

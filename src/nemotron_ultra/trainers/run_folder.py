@@ -1,0 +1,231 @@
+"""runs/NAME/: who may write it, whether a command continues it, and the files that describe it.
+
+    config.yaml      the resolved configuration (earlier ones, if it was changed on resume: config.1.yaml ...)
+    run.json         facts of the run: recipe, parameters, tables, machine, data, times
+    metrics.jsonl    a line a step          samples.jsonl  text          checkpoints/  report.html
+
+The same command again continues the run. Nothing is overwritten: a folder that is not ours, another recipe's run, or a
+changed configuration is refused. One process at a time holds the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemotron_ultra.config.run import RunConfig
+from nemotron_ultra.engine.checkpoint import FOLDER, latest_checkpoint
+from nemotron_ultra.errors import ConfigError
+
+# What a run interrupted in its first second may have left before run.json.
+_FIRST_FILES = {".lock", "config.yaml", ".config.yaml.tmp", ".run.json.tmp"}
+
+# Keys that change which numbers come out. All others (validation, logging, checkpoints, threads, micro-batches, more
+# steps) may differ between a run and its continuation.
+FIXED = (
+    "model",
+    "data",
+    "precision",
+    "optim",
+    "schedule",
+    "run.seed",
+    "run.init_from",
+    "trainer.global_batch_size",
+    "trainer.mtp_loss_scale",
+    "trainer.router_balance_coefficient",
+    "trainer.router_bias_rate",
+)
+FREE = ("data.cache_dir",)
+
+
+def plain(value: Any) -> Any:
+    """A configuration as dicts, lists, numbers and text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> leaf value."""
+    if isinstance(value, dict):
+        return {k: v for key, inner in value.items() for k, v in flat(inner, f"{prefix}{key}.").items()}
+    if isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        return flat({str(i): inner for i, inner in enumerate(value)}, prefix)
+    return {prefix.removesuffix("."): value}
+
+
+def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Lines "key: old -> new" for what may not change silently between a run and its continuation."""
+    old, new = flat(before), flat(now)
+    lines = []
+    for key in sorted(old.keys() | new.keys()):
+        fixed = any(key == name or key.startswith(f"{name}.") for name in FIXED) and key not in FREE
+        if fixed and old.get(key) != new.get(key):
+            lines.append(f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}")
+    return lines
+
+
+class RunFolder:
+    """An open, locked run folder. `facts` is the content of run.json, `checkpoint` the newest one or None."""
+
+    def __init__(self, path: Path, lock: int):
+        self.path, self._lock = path, lock
+        self.facts: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, config: RunConfig) -> RunFolder:
+        """Create or continue the run that `config` names. Raises ConfigError if that would mix two runs."""
+        path = Path(config.run.dir) / config.run.name
+        existed = (path / "run.json").is_file()
+        _check_place(path, config, existed)
+        path.mkdir(parents=True, exist_ok=True)
+        folder = cls(path, _take_lock(path))
+        try:
+            folder._continue(config) if existed else folder._begin(config)
+        except BaseException:
+            folder.close()
+            raise
+        return folder
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return latest_checkpoint(self.path)
+
+    @property
+    def finished_steps(self) -> int:
+        """Steps of the run when it last came to its end; 0 if it never did."""
+        return self.facts.get("finished_steps", 0)
+
+    def record(self, **facts: Any) -> None:
+        """Add to run.json."""
+        self.facts |= facts
+        _write(self.path / "run.json", json.dumps(self.facts, indent=1, default=str))
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _begin(self, config: RunConfig) -> None:
+        _write(self.path / "config.yaml", dump(config))
+        self.record(recipe=config.recipe, created=now(), started=[now()])
+
+    def _continue(self, config: RunConfig) -> None:
+        self.facts = json.loads((self.path / "run.json").read_text())
+        before = yaml.safe_load((self.path / "config.yaml").read_text())
+        changes = changed_keys(before, plain(config))
+        if changes and not config.run.allow_config_change:
+            raise ConfigError(
+                f"{self.path} was started with another configuration",
+                got="; ".join(changes),
+                do="take the old values, or choose another run.name, or allow it with run.allow_config_change=true",
+            )
+        if _comparable(before) != _comparable(plain(config)):
+            _keep_earlier(self.path / "config.yaml")
+            _write(self.path / "config.yaml", dump(config))
+        self.record(started=[*self.facts.get("started", []), now()])
+
+
+def dump(config: RunConfig) -> str:
+    """The configuration as YAML that reads back to the same values."""
+    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=110)
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _comparable(config: dict[str, Any]) -> dict[str, Any]:
+    """Without the keys that say how to resume."""
+    return {k: v for k, v in flat(config).items() if k not in ("run.resume", "run.allow_config_change")}
+
+
+def _check_place(path: Path, config: RunConfig, existed: bool) -> None:
+    if path.exists() and not path.is_dir():
+        raise ConfigError("the run folder is a file", got=path, do="choose another run.name or run.dir")
+    if existed:
+        _check_owner(path, config)
+        return
+    if config.run.resume == "must":
+        raise ConfigError(
+            "run.resume=must, but there is no such run", got=path, do="check run.name and run.dir"
+        )
+    foreign = sorted(p.name for p in path.iterdir() if p.name not in _FIRST_FILES) if path.is_dir() else []
+    if foreign:
+        raise ConfigError(
+            f"{path} is not a run folder (it has no run.json) and is not empty",
+            got=", ".join(foreign[:6]),
+            do="choose another run.name or run.dir",
+        )
+
+
+def _check_owner(path: Path, config: RunConfig) -> None:
+    try:
+        recipe = json.loads((path / "run.json").read_text())["recipe"]
+        yaml.safe_load((path / "config.yaml").read_text())["model"]
+    except (ValueError, KeyError, TypeError, FileNotFoundError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{path} is not a run folder: its run.json or config.yaml was not written by a run",
+            got=f"{type(error).__name__}: {error}",
+            do="choose another run.name or run.dir",
+        ) from None
+    if recipe != config.recipe:
+        raise ConfigError(
+            f"{path} belongs to recipe={recipe}",
+            got=f"recipe={config.recipe}",
+            do="choose another run.name",
+        )
+    if config.run.resume == "never":
+        raise ConfigError("run.resume=never, but the run exists", got=path, do="choose another run.name")
+
+
+def _take_lock(path: Path) -> int:
+    """An exclusive lock that the system drops when this process ends, however it ends."""
+    handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
+        os.close(handle)
+        raise ConfigError(
+            f"{path} is being written by another process",
+            got=owner,
+            do="wait for it, stop it, or choose another run.name",
+        ) from None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {now()}\n".encode(), 0)
+    return handle
+
+
+def _keep_earlier(path: Path) -> None:
+    number = 1
+    while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    kept.write_text(path.read_text())
+
+
+def _write(path: Path, text: str) -> None:
+    """Write, flush and rename: the file is absent, old or whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+__all__ = ["FOLDER", "RunFolder", "changed_keys", "dump", "flat", "now", "plain"]
