@@ -1,37 +1,71 @@
-"""DataConfig: weighted sources of Megatron `.bin/.idx` shards, the tokenizer and the sequence length."""
+"""DataConfig: weighted sources of `.bin/.idx` shards, the tokenizer and the sequence length (report 2.3)."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from nemotron_ultra.config.base import config
+from nemotron_ultra.config.base import NonNegativeReal, PositiveReal, Real, Whole, config
+
+RowLength = Annotated[Whole, Field(ge=8)]
 
 
 @config
 class SourceConfig:
-    weight: Annotated[float, Field(ge=0)] = 1.0
+    weight: NonNegativeReal = 1.0
     """Share of this source in the blend; weights need not sum to 1."""
     path: str
-    """Folder made by `python -m nemotron_ultra.prep`, or "builtin:python" for the text of the Python installation."""
+    """Folder made by `python -m nemotron_ultra.prep`, or "builtin:python": this Python installation's text."""
 
 
 @config
 class PhaseConfig:
-    until_tokens: Annotated[float, Field(gt=0)] | None = None
+    until_tokens: PositiveReal | None = None
     """Consumed tokens at which the next phase begins; null in the last phase."""
-    sources: dict[str, SourceConfig]
+    sources: Annotated[dict[str, SourceConfig], Field(min_length=1)]
     """Name of each source -> its weight and place."""
+
+    @model_validator(mode="after")
+    def _some_weight(self) -> PhaseConfig:
+        if sum(source.weight for source in self.sources.values()) <= 0:
+            raise ValueError("sources: all weights are 0; at least one must be above 0")
+        return self
+
+
+@config
+class AlternateConfig:
+    sequence_length: RowLength
+    """Tokens in one row of these steps; rows per step follow, so that tokens per step stay the same."""
+    share: Annotated[Real, Field(gt=0, lt=1)]
+    """Share of the optimizer steps of this length; lengths are never mixed inside a step (report 2.5)."""
+    sources: Annotated[dict[str, SourceConfig], Field(min_length=1)]
+    """Blend of these steps, in place of the phase's."""
 
 
 @config
 class DataConfig:
-    sequence_length: Annotated[int, Field(ge=8)] = 256
+    sequence_length: RowLength = 256
     """Tokens in one packed row."""
     tokenizer: str = "builtin"
     """"builtin" for the shipped byte-level BPE, or a folder or file of a Hugging Face tokenizer."""
     phases: Annotated[list[PhaseConfig], Field(min_length=1)]
     """Blends in order; most runs have one."""
+    alternates: list[AlternateConfig] = Field(default_factory=list)
+    """Steps with another row length and blend, drawn by share; the long-context phase has one."""
     cache_dir: str | None = None
     """Where built-in corpora are prepared; null means the user's cache folder."""
+
+    @model_validator(mode="after")
+    def _phases_in_order(self) -> DataConfig:
+        ends = [phase.until_tokens for phase in self.phases]
+        if ends[-1] is not None:
+            raise ValueError(f"phases: the last phase has until_tokens {ends[-1]:g}; it must be null")
+        if None in ends[:-1]:
+            raise ValueError("phases: only the last phase may have until_tokens null")
+        if any(a >= b for a, b in pairwise(ends[:-1])):
+            raise ValueError(f"phases: until_tokens must rise from phase to phase, got {ends[:-1]}")
+        if sum(a.share for a in self.alternates) >= 1:
+            raise ValueError("alternates: shares sum to 1 or more; nothing is left for sequence_length")
+        return self

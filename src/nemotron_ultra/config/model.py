@@ -1,6 +1,6 @@
-"""ModelConfig: sizes of the hybrid Mamba-2 / attention / LatentMoE stack and the grammar of its layer pattern.
+"""ModelConfig: sizes of the hybrid Mamba-2 / attention / LatentMoE stack and its layer pattern's grammar.
 
-Field names are those of the Hugging Face `nemotron_h` config (report section 2.1, Table 1); `config/hf.py` reads and
+Field names are those of the Hugging Face `nemotron_h` config (report 2.1, Table 1); `config/hf.py` reads and
 writes that file.
 """
 
@@ -11,12 +11,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from nemotron_ultra.config.base import config
+from nemotron_ultra.config.base import NonNegative, Positive, PositiveReal, Real, Whole, config
 
 BLOCK_LETTERS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
-
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
 
 
 @config
@@ -43,7 +40,7 @@ class ModelConfig:
     """State columns per head (N)."""
     n_groups: Positive = 1
     """Groups that share B and C; also the groups of the gated RMSNorm."""
-    conv_kernel: Annotated[int, Field(ge=2)] = 4
+    conv_kernel: Annotated[Whole, Field(ge=2)] = 4
     """Width of the causal depthwise convolution."""
     chunk_size: Positive = 128
     """Chunk of the SSD scan; it changes rounding and speed, never the result."""
@@ -51,13 +48,13 @@ class ModelConfig:
     """Bias of the depthwise convolution."""
     use_bias: bool = False
     """Bias of the Mamba-2 input and output projections."""
-    time_step_min: float = 0.001
+    time_step_min: PositiveReal = 0.001
     """Lower end of the log-uniform draw of the initial dt."""
-    time_step_max: float = 0.1
+    time_step_max: PositiveReal = 0.1
     """Upper end of the log-uniform draw of the initial dt."""
-    time_step_floor: float = 1e-4
+    time_step_floor: PositiveReal = 1e-4
     """Smallest initial dt."""
-    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    time_step_limit: tuple[Real, Real] = (0.0, math.inf)
     """Clamp of dt after softplus, in training and inference alike."""
 
     intermediate_size: Positive = 1
@@ -81,7 +78,7 @@ class ModelConfig:
     """Groups kept per token."""
     norm_topk_prob: bool = True
     """Divide the chosen scores by their sum."""
-    routed_scaling_factor: float = 1.0
+    routed_scaling_factor: PositiveReal = 1.0
     """Factor on the routing weights, applied after normalisation."""
 
     num_nextn_predict_layers: NonNegative = 0
@@ -91,9 +88,9 @@ class ModelConfig:
     mtp_depths: NonNegative = 2
     """How many times the stored MTP module is applied, weights shared between depths (report 2.1)."""
 
-    layer_norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    layer_norm_epsilon: PositiveReal = 1e-5
     """Epsilon of every RMSNorm."""
-    initializer_range: Annotated[float, Field(gt=0)] = 0.02
+    initializer_range: PositiveReal = 0.02
     """Standard deviation of the initial weights."""
     rescale_prenorm_residual: bool = True
     """Divide the initial std of output projections by sqrt(number of layers)."""

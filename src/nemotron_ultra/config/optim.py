@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
+from pydantic import model_validator
 
-from nemotron_ultra.config.base import config
+from nemotron_ultra.config.base import Fraction, NonNegativeReal, PositiveReal, config
 
 
 @config
 class OptimConfig:
     name: Literal["adamw"] = "adamw"
     """Optimizer."""
-    lr: Annotated[float, Field(gt=0)]
+    lr: PositiveReal
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: PositiveReal = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: NonNegativeReal = 0.1
     """Decoupled weight decay; vectors (norms, biases, A_log, D, dt_bias) are exempt."""
-    clip: Annotated[float, Field(ge=0)] = 1.0
+    clip: NonNegativeReal = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 
 
@@ -29,13 +29,30 @@ class OptimConfig:
 class ScheduleConfig:
     name: Literal["wsd", "cosine", "constant"]
     """wsd: warmup, stable, minus-sqrt decay; cosine; constant after warmup."""
-    warmup_tokens: Annotated[float, Field(ge=0)] = 0
+    warmup_tokens: NonNegativeReal = 0
     """Tokens of the linear warmup."""
-    decay_tokens: Annotated[float, Field(ge=0)] = 0
+    decay_tokens: NonNegativeReal = 0
     """Tokens of the final decay (wsd)."""
-    total_tokens: Annotated[float, Field(gt=0)] | None = None
+    total_tokens: PositiveReal | None = None
     """Tokens at which the schedule ends; null means the length of the run."""
-    initial_lr: Annotated[float, Field(ge=0)] = 0.0
+    initial_lr: NonNegativeReal = 0.0
     """Learning rate at the first token of the warmup."""
-    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    min_lr: NonNegativeReal = 0.0
     """Learning rate at the end of the decay."""
+
+    @property
+    def needs(self) -> float:
+        """Tokens that warmup and decay take together."""
+        return self.warmup_tokens + (self.decay_tokens if self.name == "wsd" else 0)
+
+    @model_validator(mode="after")
+    def _fits(self) -> ScheduleConfig:
+        if self.total_tokens is not None and self.needs > self.total_tokens:
+            raise ValueError(
+                f"total_tokens: {self.total_tokens:g} is below warmup_tokens + decay_tokens = {self.needs:g}"
+            )
+        if self.decay_tokens and self.name != "wsd":
+            raise ValueError(
+                f"decay_tokens: {self.decay_tokens:g} has no effect with name={self.name}; use wsd or 0"
+            )
+        return self

@@ -2,38 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pydantic import model_validator
 
-from pydantic import Field
-
-from nemotron_ultra.config.base import config
-
-Count = Annotated[int, Field(ge=0)]
+from nemotron_ultra.config.base import NonNegative, NonNegativeReal, Positive, config
 
 
 @config
 class TrainerConfig:
-    steps: Annotated[int, Field(gt=0)]
+    steps: Positive
     """Optimizer steps of the whole run."""
-    global_batch_size: Annotated[int, Field(gt=0)]
+    global_batch_size: Positive
     """Rows (of data.sequence_length tokens) per optimizer step."""
-    micro_batch_size: Annotated[int, Field(gt=0)]
+    micro_batch_size: Positive
     """Rows per forward and backward; global_batch_size is a multiple of it."""
-    mtp_loss_scale: Annotated[float, Field(ge=0)] = 0.1
+    mtp_loss_scale: NonNegativeReal = 0.1
     """Weight of the MTP losses together; each depth gets scale / depths (report 2.4)."""
-    router_balance_coefficient: Annotated[float, Field(ge=0)] = 1e-4
+    router_balance_coefficient: NonNegativeReal = 1e-4
     """Weight of the sequence-level load-balancing loss."""
-    router_bias_rate: Annotated[float, Field(ge=0)] = 1e-3
+    router_bias_rate: NonNegativeReal = 1e-3
     """Step of the router's selection bias per global batch."""
-    validate_every: Count = 0
+    validate_every: NonNegative = 0
     """Steps between validations; 0 means only at the end."""
-    validate_rows: Annotated[int, Field(gt=0)] = 32
+    validate_rows: Positive = 32
     """Rows of the validation split per validation."""
-    checkpoint_every: Count = 0
+    checkpoint_every: NonNegative = 0
     """Steps between checkpoints; 0 means only at the end."""
-    keep_last: Annotated[int, Field(gt=0)] = 2
+    keep_last: Positive = 2
     """Checkpoints kept."""
-    sample_every: Count = 0
+    keep_every: NonNegative = 0
+    """Keep for good each checkpoint whose step is a multiple of this; 0 keeps only the last ones."""
+    weight_hash_every: NonNegative = 0
+    """Steps between comparisons of weight hashes across data-parallel ranks; 0 means never."""
+    sample_every: NonNegative = 0
     """Steps between text samples; 0 means only at the end."""
-    sample_tokens: Count = 48
+    sample_tokens: NonNegative = 48
     """Tokens per text sample; 0 turns samples off."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainerConfig:
+        problems = []
+        if self.global_batch_size % self.micro_batch_size:
+            problems.append(
+                f"global_batch_size: {self.global_batch_size} is not a multiple of "
+                f"micro_batch_size {self.micro_batch_size}"
+            )
+        if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):
+            problems.append(
+                f"keep_every: {self.keep_every} is not a multiple of checkpoint_every {self.checkpoint_every}"
+            )
+        if problems:
+            raise ValueError(" | ".join(problems))
+        return self

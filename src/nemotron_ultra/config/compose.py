@@ -1,0 +1,264 @@
+"""Recipe + overrides -> RunConfig: Hydra composes `recipes/` with the options of `configs/`, pydantic checks.
+
+Hydra is used through its compose API, imported on first use; it leaves no output folder and no global state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemotron_ultra.config import check, schema
+from nemotron_ultra.config.run import RunConfig
+from nemotron_ultra.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+    from omegaconf import DictConfig
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def share_dir(kind: str) -> Path:
+    """Folder "configs" or "recipes": in the package (wheel), or beside `src/` (checkout, editable install)."""
+    candidates = [PACKAGE / "_share" / kind, PACKAGE.parent.parent / kind]
+    for folder in candidates:
+        if folder.is_dir():
+            return folder
+    raise ConfigError(
+        f"the folder {kind}/ of the package is not there", got=candidates, do="install it again"
+    )
+
+
+def load_recipe(name: str, overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> RunConfig:
+    """The checked configuration of a recipe, for notebooks, tests and the command line.
+
+    overrides: as on the command line, such as ["model=nano", "trainer.steps=50"].
+    config_dir: a folder with recipes (DIR/NAME.yaml) and options (DIR/GROUP/NAME.yaml) of your own.
+    Raises ConfigError that lists all mistakes.
+    """
+    own = _own_folder(config_dir)
+    known = recipes(own)
+    if name not in known:
+        raise ConfigError(
+            f"recipe: no recipe '{name}'{check.nearest(name, known)}",
+            allowed=", ".join(known),
+            do="`--list` says what each is",
+        )
+    problems: list[str] = []
+    parsed = _parse(overrides, problems)
+    choices, values = _sort_overrides(parsed, own, problems)
+    cfg = _compose(name, choices, own)
+    for override in values:
+        _apply(cfg, override, problems)
+    return _finish(cfg, problems)
+
+
+def recipes(config_dir: Path | None = None) -> dict[str, Path]:
+    """Recipe name -> file; a user's recipe comes before a shipped one of the same name."""
+    folders = [share_dir("recipes"), *([config_dir] if config_dir else [])]
+    return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
+
+
+def options(group: str, config_dir: Path | None = None) -> dict[str, Path]:
+    """Option name of one group -> file."""
+    folders = [share_dir("configs"), *([config_dir] if config_dir else [])]
+    return {file.stem: file for folder in folders for file in sorted((folder / group).glob("*.yaml"))}
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A typed configuration as plain dicts and lists; `RunConfig(**...)` of it is equal to the original."""
+    return _plain(dataclasses.asdict(config))
+
+
+def to_yaml(config: Any) -> str:
+    """A typed configuration as YAML, in the order of its fields."""
+    import yaml
+
+    return yaml.safe_dump(to_dict(config), sort_keys=False, width=110, allow_unicode=True)
+
+
+def read_config(path: str | Path) -> RunConfig:
+    """The RunConfig of a config.yaml that a run has written."""
+    return check.checked(RunConfig, read_yaml(Path(path)))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Plain dict of one YAML file (1e3 is a number); ConfigError where it is not valid YAML."""
+    from omegaconf import OmegaConf
+    from yaml import YAMLError
+
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file") from error
+    except YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected keys and values", got=type(content).__name__)
+    return {str(key): value for key, value in content.items()}
+
+
+def parse_override(text: str) -> Override:
+    """One `key=value` of the command line, in Hydra's grammar."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(f"{text}: not an override ({_one_line(error)})", allowed="key=value") from error
+
+
+def _own_folder(config_dir: str | Path | None) -> Path | None:
+    if config_dir is None:
+        return None
+    folder = Path(config_dir).resolve()
+    if not folder.is_dir():
+        raise ConfigError("--config-dir: no such folder", got=config_dir)
+    return folder
+
+
+def _parse(overrides: Sequence[str], problems: list[str]) -> list[Override]:
+    parsed = []
+    for text in overrides:
+        try:
+            parsed.append(parse_override(text))
+        except ConfigError as error:
+            problems.append(str(error))
+    return parsed
+
+
+def _sort_overrides(
+    parsed: Iterable[Override], own: Path | None, problems: list[str]
+) -> tuple[list[str], list[Override]]:
+    """Split into choices of an option (model=ultra) and values (trainer.steps=5), noting what cannot be."""
+    groups, choices, values = schema.groups(), [], []
+    for override in parsed:
+        key = override.key_or_group
+        if override.is_sweep_override():
+            problems.append(
+                f"{key}: several values ({override.input_line}) need -m, which runs one after another"
+            )
+        elif key not in groups or override.is_delete():
+            values.append(override)
+        elif (name := str(override.value())) in (known := options(key, own)):
+            choices.append(f"{key}={name}")
+        else:
+            hint = check.nearest(name, known)
+            problems.append(f"{key}: no option '{name}'{hint}; allowed: {', '.join(known)}")
+    return choices, values
+
+
+def _compose(name: str, choices: list[str], own: Path | None) -> DictConfig:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    first, *others = [*([own] if own else []), share_dir("recipes"), share_dir("configs")]
+    quoted = ",".join("'file://" + str(folder).replace("'", "\\'") + "'" for folder in others)
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(first), job_name=name, version_base="1.3"):
+            cfg = compose(name, [f"hydra.searchpath=[{quoted}]", *choices])
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise _explain_composition(error, name) from error
+    finally:
+        GlobalHydra.instance().hydra = before
+    OmegaConf.set_struct(cfg, False)
+    cfg.recipe = name
+    return cfg
+
+
+def _explain_composition(error: Exception, name: str) -> ConfigError:
+    from hydra.errors import MissingConfigException
+
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        missing = str(error.missing_cfg_file)
+        names = [str(option) for option in error.options or []]
+        hint = check.nearest(missing.rsplit("/", 1)[-1], names)
+        return ConfigError(
+            f"recipe {name}: its defaults name '{missing}', which is not there{hint}",
+            allowed=", ".join(names) or None,
+        )
+    return ConfigError(f"recipe {name}: {_one_line(error)}")
+
+
+def _apply(cfg: DictConfig, override: Override, problems: list[str]) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    key = override.key_or_group
+    try:
+        if override.is_delete():
+            _remove(cfg, key)
+        else:
+            OmegaConf.update(cfg, key, override.value(), merge=True, force_add=True)
+    except (OmegaConfBaseException, AttributeError, TypeError, ValueError, LookupError) as error:
+        problems.append(f"{key}: cannot be set ({_one_line(error)})")
+
+
+def _finish(cfg: DictConfig, problems: list[str]) -> RunConfig:
+    """Interpolations replaced by their values, then the types; mistakes of both in one error.
+
+    A value that cannot be computed from others is left out, and told only if nothing else explains it: with
+    optim.lr=abc the mistake is optim.lr, not the schedule.min_lr that is a hundredth of it.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+
+    OmegaConf.register_new_resolver("mul", _product, replace=True)
+    derived: list[str] = []
+    while True:
+        try:
+            content = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+            break
+        except OmegaConfBaseException as error:
+            place = str(error.full_key or "")
+            if not place or OmegaConf.select(cfg, place, throw_on_resolution_failure=False) is not None:
+                raise check.mistakes([*problems, f"{place}: {_one_line(error)}"]) from error
+            by_number = isinstance(error, InterpolationResolutionError) and "not a number" in str(error)
+            (derived if by_number else problems).append(f"{place}: {_one_line(error)}")
+            _remove(cfg, place)
+    config = check.checked(RunConfig, {str(key): value for key, value in content.items()}, problems)
+    if derived:
+        raise check.mistakes(derived)
+    return config
+
+
+def _product(*factors: Any) -> float:
+    """${mul:a,b,...} in YAML: a product, for tokens that follow from steps and batch."""
+    try:
+        return math.prod(map(float, factors))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not a number among {factors}") from error
+
+
+def _remove(cfg: DictConfig, key: str) -> None:
+    from omegaconf import OmegaConf
+
+    parent, _, last = key.rpartition(".")
+    holder = OmegaConf.select(cfg, parent) if parent else cfg
+    holder.pop(int(last) if last.isdigit() else last)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(
+        line for line in lines if not line.startswith(("full_key:", "object_type=", "reference_type="))
+    )
