@@ -15,14 +15,19 @@ Metrics = dict[str, float]
 class Objective(Protocol):
     """What a trainer optimises. Losses are sums over tokens divided by counts of the whole global batch.
 
-    `count(batch)` names the denominators that one micro-batch adds to (for example {"tokens": 2048, "mtp_1": 2040});
-    the engine sums them over the global batch before the first backward and hands the totals to every call.
+    `count(batch)` names the denominators that one micro-batch adds to (for example {"tokens": 2048,
+    "mtp_1": 2040}); the engine sums them over the global batch before the first backward and hands the
+    totals to every call.
     """
 
     def count(self, batch: TokenBatch) -> dict[str, float]: ...
 
-    def __call__(self, output: Any, batch: TokenBatch, counts: dict[str, float]) -> tuple[Tensor, dict[str, Tensor]]:
-        """(loss, metrics): a differentiable scalar and detached scalars; all already divided, so both simply add up."""
+    def __call__(
+        self, output: Any, batch: TokenBatch, counts: dict[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(loss, metrics): a differentiable scalar and detached scalars, already divided, so that both add
+        up.
+        """
         ...
 
 

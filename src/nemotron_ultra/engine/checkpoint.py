@@ -1,4 +1,4 @@
-"""Checkpoints: {run, engine, stream, hooks}, each a nested state of numbers, text and tensors; weights as an HF folder.
+"""Checkpoints: {run, engine, stream, hooks}, each a nested state; weights as a Hugging Face folder.
 
     checkpoints/step_00000123/
       manifest.json                  bytes and blake2b of every other file
@@ -6,8 +6,8 @@
       run.json engine.json ...       numbers and text of each part
       engine.safetensors ...         tensors of each part
 
-A checkpoint is written under a temporary name, read back for its checksums, flushed to the disk and renamed: a folder
-named step_* is whole or was damaged later. Nothing is pickled.
+A checkpoint is written under a temporary name, read back for its checksums, flushed to the disk and
+renamed: a folder named step_* is whole or was damaged later. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ def save_checkpoint(
     save_weights: Callable[[Path], None] | None = None,
     keep_last: int = 2,
 ) -> Path:
-    """Write `parts` (and the weights, by `save_weights(folder)`) as the checkpoint of `step`; keep the newest `keep_last`.
+    """Write `parts`, and the weights by `save_weights(folder)`, as the checkpoint of `step`.
 
+    The newest `keep_last` checkpoints stay.
     Raises CheckpointError, with earlier checkpoints intact, if the disk is full or cannot be written.
     """
     target = step_folder(run_dir, step)
@@ -92,8 +93,9 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path) -> dict[str, dict[str, Any]]:
-    """The parts of a checkpoint, after every file was compared with the manifest. The weights are in `folder / "model"`.
+    """The parts of a checkpoint, after every file was compared with the manifest.
 
+    The weights are in `folder / "model"`.
     Raises CheckpointError naming the file that is missing or damaged.
     """
     folder = Path(folder)
@@ -184,7 +186,7 @@ def _sync(path: Path) -> None:
 
 
 def _retire(folder: Path) -> None:
-    """Take a checkpoint out of the list in one rename, so that an interrupted removal leaves no half folder."""
+    """Take a checkpoint out of the list in one rename: an interrupted removal leaves no half folder."""
     if folder.exists():
         folder.rename(folder.with_name(_RETIRED + folder.name))
 
@@ -198,7 +200,7 @@ def _clean(folder: Path) -> None:
 
 def _cannot_write(target: Path, error: Exception) -> CheckpointError:
     cause = error if isinstance(error, OSError) else error.__cause__
-    full = isinstance(cause, OSError) and cause.errno in _FULL or _FULL_TEXT.search(str(error)) is not None
+    full = (isinstance(cause, OSError) and cause.errno in _FULL) or _FULL_TEXT.search(str(error)) is not None
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(target.parents[1]).free
         return CheckpointError(

@@ -1,8 +1,9 @@
 """FP32 masters and FP32 gradients beside weights of any dtype (report 2.7).
 
-A weight kept in bf16 gets an FP32 master and an FP32 gradient buffer; each micro-batch's gradient is added to the buffer
-as soon as autograd has it. An fp32 weight is its own master and `.grad` is its buffer. The report's first divergence came
-from BF16 accumulation, which loses the 0.05-scaled MTP part of the shared head's gradient.
+A weight kept in bf16 gets an FP32 master and an FP32 gradient buffer; each micro-batch's gradient is added
+to the buffer as soon as autograd has it. An fp32 weight is its own master and `.grad` is its buffer. The
+report's first divergence came from BF16 accumulation, which loses the 0.05-scaled MTP part of the shared
+head's gradient.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-# From torch 2.10 on a leaf can ask for gradients in FP32, so that the uses of a shared weight inside one micro-batch are
-# added in FP32 too; older versions add those in the weight's dtype and micro-batches in FP32.
+# Newer versions of torch let a leaf ask for gradients in FP32, so that the uses of a shared weight inside one
+# micro-batch are added in FP32 too; older ones add those in the weight's dtype and micro-batches in FP32.
 _GRAD_DTYPE = "grad_dtype" in dir(torch.Tensor)
 
 

@@ -1,8 +1,8 @@
-"""Learning rate as a pure function of consumed tokens (report 2.1, Table of section 2.1; decay form as Megatron-LM).
+"""Learning rate as a pure function of consumed tokens (report 2.4; decay form as Megatron-LM).
 
     warmup   lr = initial + (peak - initial) t / T_warmup
     wsd      lr = peak, then min + (peak - min)(1 - sqrt(t_decay / T_decay)) over the last T_decay tokens
-    cosine   lr = min + (peak - min)(1 + cos(pi t / T)) / 2 from the end of the warmup to the end of the schedule
+    cosine   lr = min + (peak - min)(1 + cos(pi t / T)) / 2 from the end of the warmup to the end
 
 A step uses the tokens consumed before it, as Megatron-LM does: the first step of a warmup from 0 has rate 0.
 """

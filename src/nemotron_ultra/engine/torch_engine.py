@@ -1,4 +1,4 @@
-"""The reference engine: loss summed over the global batch, FP32 gradients, AdamW on FP32 masters (report 2.1, 2.4, 2.7).
+"""The reference engine: loss over the global batch, FP32 gradients, AdamW on FP32 masters (report 2.4, 2.7).
 
 One step:
     N = counts of the whole global batch            known before the first backward, so losses simply add up
@@ -28,8 +28,9 @@ from nemotron_ultra.ops.routing import updated_bias
 class TorchEngine:
     """Runs a HybridLM on one device.
 
-    `step` counts optimizer steps, `tokens` consumed tokens. After forward_backward, `counts_LE` holds the tokens each expert
-    got in the global batch (int64 [MoE layers, E]) and `residual_norm_L` the RMS of the residual stream after each layer.
+    `step` counts optimizer steps, `tokens` consumed tokens. After forward_backward, `counts_LE` holds the
+    tokens that each expert got in the global batch (int64 [MoE layers, E], rows named by `router_names`) and
+    `residual_norm_L` the RMS of the residual stream after each layer.
     """
 
     def __init__(
@@ -104,7 +105,9 @@ class TorchEngine:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[TokenBatch], objective: Objective) -> Metrics:
-        """The objective's metrics over `batches`; touches neither weights, router counts and bias, nor random state."""
+        """The objective's metrics over `batches`; leaves weights, router counts and biases, and random
+        state alone.
+        """
         counts = _sum_counts(batches, objective)
         totals: dict[str, Tensor] = {}
         for batch in batches:
@@ -123,7 +126,7 @@ class TorchEngine:
         yield from self.model.state_dict().items()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a bit-exact continuation needs, the model's tensors included (references, not copies)."""
+        """What a bit-exact continuation needs, the model's tensors included (references, not copies)."""
         return {
             "step": self.step,
             "tokens": self.tokens,
@@ -192,7 +195,7 @@ class TorchEngine:
 
 
 def to_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
-    """The batch with every tensor on `device` (cu_seqlens stays where it is: its values are needed on the host)."""
+    """The batch with every tensor on `device`; cu_seqlens stays, its values are needed on the host."""
     if device.type == "cpu":
         return batch
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "cu_seqlens"}

@@ -1,7 +1,7 @@
-"""Small classes called after every step, in the order of the list: each adds to `metrics`, or writes it somewhere.
+"""Small classes called after every step, in the order of their list: each adds to `metrics` or writes it.
 
-Clock and the measuring hooks come first, then the writers, then checkpoint and signal: what a checkpoint says has been
-logged is on the disk before it.
+Clock and the measuring hooks come first, then the writers, then checkpoint and signal: what a checkpoint
+says has been logged is on the disk before it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Every:
 class Clock(Hook):
     """seconds, tokens_per_second, matmul_share, memory_gb and total tokens of each step.
 
-    Only the step itself is timed: `restart`, the last hook of the list, sets the clock after validation and checkpoints.
+    Only the step itself is timed: `restart`, the last hook of the list, sets the clock after validation and
+    checkpoints.
     matmul_share = training FLOPs of the step / seconds / measured matmul FLOP/s of the machine.
     """
 
@@ -107,7 +108,8 @@ class Stability(Hook):
 class Validation(Hook):
     """val/ losses, each MTP depth by itself, and bits per byte of the validation text.
 
-    bits_per_byte = loss x labels / (ln 2 x bytes of the labels); the end-of-document label costs bits and adds no byte.
+    bits_per_byte = loss x labels / (ln 2 x bytes of the labels); the end-of-document label costs bits and
+    adds no byte.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ class Checkpoint(Hook):
 
 
 class SavedOnSignal(SystemExit):
-    """Raised after a signal once the step is finished and saved; the exit status says that the run can go on."""
+    """Raised after a signal once the step is finished and saved; its exit status says: run me again."""
 
     def __init__(self, name: str, step: int):
         super().__init__(EXIT_SAVED_ON_SIGNAL)

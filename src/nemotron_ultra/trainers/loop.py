@@ -1,4 +1,4 @@
-"""The one step loop: take a global batch, forward and backward, optimizer step, hooks. It knows no trainer."""
+"""The one step loop: a global batch, forward and backward, optimizer step, hooks. It knows no trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def fit(
     steps: int,
     hooks: Sequence[Hook] = (),
 ) -> None:
-    """Train until `engine.step` is `steps`. Hooks see each step in order and finish in reverse, also after an error."""
+    """Train until `engine.step` is `steps`. Hooks see each step in order; they finish in reverse, errors or
+    not.
+    """
     with ExitStack() as stack:
         for hook in hooks:
             stack.callback(hook.finish)

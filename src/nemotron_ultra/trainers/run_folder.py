@@ -4,8 +4,8 @@
     run.json         facts of the run: recipe, parameters, tables, machine, data, times
     metrics.jsonl    a line a step          samples.jsonl  text          checkpoints/  report.html
 
-The same command again continues the run. Nothing is overwritten: a folder that is not ours, another recipe's run, or a
-changed configuration is refused. One process at a time holds the folder.
+The same command again continues the run. Nothing is overwritten: a folder that is not ours, another
+recipe's run, or a changed configuration is refused. One process at a time holds the folder.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from nemotron_ultra.errors import ConfigError
 # What a run interrupted in its first second may have left before run.json.
 _FIRST_FILES = {".lock", "config.yaml", ".config.yaml.tmp", ".run.json.tmp"}
 
-# Keys that change which numbers come out. All others (validation, logging, checkpoints, threads, micro-batches, more
-# steps) may differ between a run and its continuation.
+# Keys that change which numbers come out. All others (validation, logging, checkpoints, threads,
+# micro-batches, more steps) may differ between a run and its continuation.
 FIXED = (
     "model",
     "data",
@@ -132,7 +132,7 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} was started with another configuration",
                 got="; ".join(changes),
-                do="take the old values, or choose another run.name, or allow it with run.allow_config_change=true",
+                do="take the old values, choose another run.name, or allow it: run.allow_config_change=true",
             )
         if _comparable(before) != _comparable(plain(config)):
             _keep_earlier(self.path / "config.yaml")
