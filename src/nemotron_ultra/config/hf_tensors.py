@@ -1,7 +1,7 @@
 """The tensors of a checkpoint, from the config alone: name, shape, and whether the release keeps it in fp32.
 
-Ultra: 51,023 hub tensors, 1,121,049,257,984 bytes in bf16 with fp32 correction biases, the `total_size` of the
-released model.safetensors.index.json.
+Ultra: 51,023 hub tensors, 1,121,049,257,984 bytes in bf16 with fp32 correction biases, the `total_size` of
+the released model.safetensors.index.json.
 """
 
 from __future__ import annotations
