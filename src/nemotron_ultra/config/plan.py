@@ -1,7 +1,7 @@
-"""What follows from a config without building anything: parameters, FLOPs, memory, steps, milestones (`--plan`).
+"""What follows from a config without building anything: parameters, FLOPs, memory, steps (`--plan`).
 
-Sizes that the report states come out of it: Ultra 560.5 B parameters with the MTP module, 55.0 B active (report
-2.1, Table 1, which counts one embedding matrix).
+Sizes that the report states come out of it: Ultra 560.5 B parameters with the MTP module, 55.0 B active
+(report 2.1, Table 1, which counts one embedding matrix).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class BlockCount:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters by block kind. `active` leaves MTP out and counts one embedding matrix, as the report does."""
+    """Parameters by block kind. `active` leaves MTP out and counts one embedding matrix, as the report."""
 
     blocks: tuple[BlockCount, ...]
     total: int
@@ -113,7 +113,7 @@ def make_plan(run: RunConfig) -> Plan:
         optimizer_bytes=(8 + master) * parameters.trainable,
         activation_bytes=activation_bytes(
             run.model,
-            run.trainer.micro_batch_size * run.data.sequence_length,
+            tokens=run.trainer.micro_batch_size * run.data.sequence_length,
             element_bytes=4 if run.precision.default == "fp32" else 2,
             recompute=run.engine.recompute,
         ),
@@ -156,15 +156,14 @@ def flops_per_token(c: ModelConfig, sequence_length: int) -> float:
 def flops_by_block(c: ModelConfig, sequence_length: int) -> dict[str, float]:
     """Forward operations per token over all layers of each kind, at documents of `sequence_length` tokens.
 
-    A product of [1, a] by [a, b] counts 2ab. What is causal counts half its square: attention's two products, and in
-    each chunk of the SSD scan the scores (per group) and their use (per head). States cost 4 heads x head_dim x
-    state (in and out), the convolution 2 x kernel x channels. Norms, gates, softmax and top-k are left out.
+    A product of [1, a] by [a, b] counts 2ab. What is causal counts half its square: attention's two products,
+    and in each chunk of the SSD scan the scores (per group) and their use (per head). States cost 4 x heads x
+    head_dim x state (in and out), the convolution 2 x kernel x channels. Norms, gates, softmax, top-k: nothing.
     """
-    counted = {
-        name: c.pattern.count(x) * layer_flops(c, x, sequence_length) for x, name in BLOCK_LETTERS.items()
-    }
+    one = {x: layer_flops(c, x, sequence_length) for x in BLOCK_LETTERS}
+    counted = {name: c.pattern.count(x) * one[x] for x, name in BLOCK_LETTERS.items()}
     head = 2.0 * c.hidden_size * c.vocab_size
-    inner = sum(layer_flops(c, x, sequence_length) for x in c.mtp_pattern)
+    inner = sum(one[x] for x in c.mtp_pattern)
     counted["head"] = head
     counted["mtp"] = c.depths * (4.0 * c.hidden_size**2 + inner + head)
     return {name: flops for name, flops in counted.items() if flops}
@@ -191,10 +190,11 @@ def layer_flops(c: ModelConfig, letter: str, sequence_length: int) -> float:
 def activation_bytes(c: ModelConfig, tokens: int, element_bytes: int = 4, recompute: bool = False) -> int:
     """Estimate of what one forward of `tokens` tokens keeps for its backward, in bytes.
 
-    Elements per token, D width, d Mamba inner width, Q chunk: each layer 2 D (stream and norm); Mamba in_proj and
-    convolution outputs, heads x Q of decayed scores, d N / Q of chunk states, 2 d (scan and gated norm); attention
-    q, k, v, output; MoE E scores, 2 latents, K (2 latents + 2 F), 2 shared; dense MLP 2 F. Each MTP depth adds its
-    layers and 4 D. With `recompute` every layer keeps D, and one layer at a time the rest. Head: in chunks, nothing.
+    Elements per token, D width, d Mamba inner width, Q chunk: each layer 2 D (stream and norm); Mamba in_proj
+    and convolution outputs, heads x Q of decayed scores, d N / Q of chunk states, 2 d (scan and gated norm);
+    attention q, k, v, output; MoE E scores, 2 latents, K (2 latents + 2 F), 2 shared; dense MLP 2 F. Each MTP
+    depth adds its layers and 4 D. With `recompute` every layer keeps D, and one layer at a time the rest. The
+    head works in chunks and keeps nothing.
     """
     letters = c.pattern + c.mtp_pattern * c.depths
     kept = [_kept_elements(c, letter) for letter in letters]
@@ -248,32 +248,38 @@ def _model_lines(plan: Plan) -> Iterator[str]:
         f"parameters   {_count(parameters.total)} total, {_count(parameters.without_mtp)} without MTP, "
         f"{_count(parameters.active)} active per token"
     )
-    yield f"             {'block':<11}{'layers':>7}{'a layer':>11}{'total':>11}{'active':>11}{'FLOP/token':>13}"
+    titles = f"{'block':<11}{'layers':>7}{'a layer':>11}{'total':>11}{'active':>11}{'FLOP/token':>13}"
+    yield f"             {titles}"
     for block in parameters.blocks:
         flops = plan.flops_by_block.get(block.name, 0.0)
         yield (
             f"             {block.name:<11}{block.layers:>7}{_count(block.total / block.layers):>11}"
-            f"{_count(block.total):>11}{_count(block.active):>11}{_count(flops) if flops else '-':>13}"
+            f"{_count(block.total):>11}{_count(block.active):>11}{_count(flops):>13}"
         )
     yield (
-        f"compute      {_count(plan.flops_per_token)}FLOP per token forward at {plan.sequence_length:,} tokens, "
-        f"three times that in training; {plan.training_flops:.3g} FLOP for the run"
+        f"compute      {_scaled(plan.flops_per_token, 'TGMk')}FLOP per token forward at "
+        f"{plan.sequence_length:,} tokens, three times that in training; {plan.training_flops:.3g} for the run"
     )
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
-    yield f"checkpoint   {plan.checkpoint_bytes:,} bytes in {plan.tensors:,} tensors (bf16, fp32 selection biases)"
+    stored = "bf16, fp32 selection biases"
+    yield f"checkpoint   {plan.checkpoint_bytes:,} bytes in {plan.tensors:,} tensors ({stored})"
     yield (
         f"memory       weights {_bytes(plan.weight_bytes)}, gradients (fp32) {_bytes(plan.gradient_bytes)}, "
-        f"optimizer {_bytes(plan.optimizer_bytes)}, activations of a micro-batch about "
-        f"{_bytes(plan.activation_bytes)}; together {_bytes(plan.training_bytes)}"
+        f"optimizer {_bytes(plan.optimizer_bytes)},"
+    )
+    yield (
+        f"             activations of a micro-batch about {_bytes(plan.activation_bytes)}; "
+        f"together {_bytes(plan.training_bytes)} over all devices"
     )
 
 
 def _schedule_lines(plan: Plan) -> Iterator[str]:
     yield f"length       {plan.steps:,} steps of {plan.tokens_per_step:,} tokens = {_count(plan.tokens)} tokens"
     for milestone in plan.milestones:
-        yield f"             {milestone.name:<22}{_count(milestone.tokens):>11} tokens   step {milestone.step:,}"
+        tokens = _count(milestone.tokens)
+        yield f"             {milestone.name:<22}{tokens:>11} tokens   step {milestone.step:,}"
 
 
 def _scaled(value: float, units: str) -> str:
