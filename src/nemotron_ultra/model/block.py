@@ -1,0 +1,37 @@
+"""x + mixer(RMS(x)): one mixer per layer, chosen by its letter in the pattern (report 1.3)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nemotron_ultra.config.model import ModelConfig
+from nemotron_ultra.model.attention import Attention
+from nemotron_ultra.model.latent_moe import LatentMoE
+from nemotron_ultra.model.mamba2 import Mamba2Mixer
+from nemotron_ultra.model.mlp import MLP
+from nemotron_ultra.model.norm import RMSNorm
+from nemotron_ultra.model.router import Routing
+from nemotron_ultra.ops.segments import Segments
+
+MIXERS = {"M": Mamba2Mixer, "E": LatentMoE, "*": Attention, "-": MLP}
+
+
+class Block(nn.Module):
+    """forward(x_TD, segments, balance) -> (x_TD, Routing of a MoE layer or None)."""
+
+    def __init__(self, config: ModelConfig, letter: str):
+        super().__init__()
+        self.letter = letter
+        self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+        self.mixer = MIXERS[letter](config)
+
+    def forward(
+        self, x_TD: Tensor, segments: Segments, balance: bool = False
+    ) -> tuple[Tensor, Routing | None]:
+        routing = None
+        if self.letter == "E":
+            y_TD, routing = self.mixer(self.norm(x_TD), segments, balance)
+        else:
+            y_TD = self.mixer(self.norm(x_TD), segments)
+        # The mixer's last product does not keep its output, so the residual may be added into it.
+        return y_TD.add_(x_TD), routing

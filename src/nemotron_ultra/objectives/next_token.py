@@ -1,0 +1,71 @@
+"""CE / N + (scale / J) sum_k CE_k / N_k + coefficient * balance / tokens (report 1.5, 1.6).
+
+Labels and weights of depth k are those of the batch rolled left k places inside each document. All
+denominators are those of the whole global batch, so losses and metrics of micro-batches add up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nemotron_ultra.data.batch import TokenBatch
+from nemotron_ultra.model.hybrid import ModelOutput
+from nemotron_ultra.ops.cross_entropy import linear_cross_entropy
+from nemotron_ultra.ops.segments import Segments
+
+
+class NextToken:
+    """The pretraining and fine-tuning objective.
+
+    mtp_loss_scale is shared by all depths; mtp_depths bounds the depths that `count` prepares denominators
+    for.
+    """
+
+    def __init__(self, mtp_loss_scale: float = 0.1, balance_coefficient: float = 1e-4, mtp_depths: int = 7):
+        self.mtp_loss_scale = mtp_loss_scale
+        self.balance_coefficient = balance_coefficient
+        self.mtp_depths = mtp_depths
+
+    def count(self, batch: TokenBatch) -> dict[str, float]:
+        """{"loss": sum of weights, "mtp_k": sum of the weights of depth k, "tokens": tokens}."""
+        segments = Segments(batch.num_tokens, batch.cu_seqlens, batch.tokens_T.device)
+        counts = {"loss": float(batch.weight_T.sum()), "tokens": float(batch.num_tokens)}
+        for k in range(1, self.mtp_depths + 1):
+            counts[f"mtp_{k}"] = float(segments.roll_left(batch.weight_T, k).sum())
+        return counts
+
+    def __call__(
+        self, output: ModelOutput, batch: TokenBatch, counts: dict[str, float]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Metrics: loss (CE alone), mtp_k/loss, mtp_k/accept (share of argmax hits), balance_loss."""
+        depths = 0 if output.mtp_hidden_JTD is None else output.mtp_hidden_JTD.shape[0]
+        names = ["loss", *(f"mtp_{k}" for k in range(1, depths + 1))]
+        hidden = output.hidden_TD
+        if depths:
+            hidden = torch.cat([hidden, output.mtp_hidden_JTD.flatten(0, 1)])
+        roll = output.segments.roll_left
+        labels_T = torch.cat([roll(batch.labels_T, k) for k in range(depths + 1)])
+        weights = [roll(batch.weight_T, k) * _inverse(counts[name]) for k, name in enumerate(names)]
+        scales = [1.0, *[self.mtp_loss_scale / max(1, depths)] * depths]
+        weight_T = torch.cat([w * s for w, s in zip(weights, scales, strict=True)])
+        loss, nll_T, correct_T = linear_cross_entropy(hidden, output.head_VD, labels_T, weight_T)
+        metrics = {}
+        for name, weight, nll, hit in zip(
+            names, weights, nll_T.chunk(len(names)), correct_T.chunk(len(names)), strict=True
+        ):
+            key = name if name == "loss" else f"{name}/loss"
+            metrics[key] = (nll * weight).sum()
+            if name != "loss":
+                metrics[f"{name}/accept"] = (hit * weight).sum()
+        balance = output.router.balance_loss
+        if balance is not None:
+            balance = balance * _inverse(counts["tokens"])
+            metrics["balance_loss"] = balance.detach()
+            loss = loss + self.balance_coefficient * balance
+        return loss, metrics
+
+
+def _inverse(count: float) -> float:
+    """1 / count, or 0 for a depth that no document reaches."""
+    return 1.0 / count if count > 0 else 0.0

@@ -1,0 +1,125 @@
+"""y_t = sum_k w_tk * down_k relu(up_k x_t)^2 over the experts that token t chose (report 1.5).
+
+Rows are sorted by expert, one product per expert and matrix writes into a slice, and the weighted sum back to
+tokens is one pass. The backward is written by hand: only relu(up x) is kept, and the weights enter where rows
+are narrow.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Dispatch(NamedTuple):
+    """token_N: token of each sorted row; place_TK: sorted row of each choice; bounds: where experts begin."""
+
+    token_N: Tensor
+    place_TK: Tensor
+    bounds: list[int]
+
+
+def dispatch(indices_TK: Tensor, experts: int) -> Dispatch:
+    """Sort the T x K choices by expert (stable, so rows of one expert keep token order)."""
+    flat_N = indices_TK.flatten()
+    order_N = torch.argsort(flat_N, stable=True)
+    place_N = torch.empty_like(order_N)
+    place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
+    counts = torch.bincount(flat_N, minlength=experts)
+    bounds = [0, *counts.cumsum(0).tolist()]
+    token_N = order_N.div(indices_TK.shape[1], rounding_mode="floor")
+    return Dispatch(token_N, place_N.view_as(indices_TK), bounds)
+
+
+def routed_experts(
+    x_TL: Tensor, indices_TK: Tensor, weights_TK: Tensor, up_EFL: Tensor, down_ELF: Tensor
+) -> Tensor:
+    """Weighted sum of the chosen experts' outputs, [T, L] in x's dtype.
+
+    Gradients reach x, the weights and both expert stacks. Experts without tokens cost nothing and get zero
+    gradients.
+    """
+    return _RoutedExperts.apply(x_TL, weights_TK.to(x_TL.dtype), up_EFL, down_ELF, indices_TK)
+
+
+def _combine(rows_NL: Tensor, place_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """sum_k w_tk rows[place_tk]: gather, weigh and add in one pass."""
+    return F.embedding_bag(place_TK, rows_NL, per_sample_weights=weights_TK, mode="sum")
+
+
+class _RoutedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TL: Tensor, weights_TK: Tensor, up_EFL: Tensor, down_ELF: Tensor, indices_TK: Tensor
+    ) -> Tensor:
+        experts, hidden, _ = up_EFL.shape
+        token_N, place_TK, bounds = plan = dispatch(indices_TK, experts)
+        rows_NL = x_TL.index_select(0, token_N)
+        relu_NF = x_TL.new_empty(rows_NL.shape[0], hidden)
+        y_NL = torch.empty_like(rows_NL)
+        for e, (a, b) in enumerate(pairwise(bounds)):
+            if a == b:
+                continue
+            relu_nF = torch.mm(rows_NL[a:b], up_EFL[e].T.to(x_TL.dtype), out=relu_NF[a:b]).relu_()
+            torch.mm(relu_nF.square(), down_ELF[e].T.to(x_TL.dtype), out=y_NL[a:b])
+        ctx.plan = plan
+        ctx.save_for_backward(x_TL, weights_TK, up_EFL, down_ELF, relu_NF)
+        return _combine(y_NL, place_TK, weights_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TL: Tensor) -> tuple[Tensor | None, ...]:
+        x_TL, weights_TK, up_EFL, down_ELF, relu_NF = ctx.saved_tensors
+        token_N, place_TK, bounds = ctx.plan
+        # With p = relu * (g down): dw = rowsum(relu p), d(up x) = 2 w p, so 2w multiplies the narrow rows
+        # instead.
+        weight_N1 = torch.empty_like(weights_TK).view(-1)
+        weight_N1[place_TK.view(-1)] = weights_TK.reshape(-1)
+        weight_N1 = weight_N1[:, None]
+        grad_NL = grad_TL.index_select(0, token_N)
+        weighted_grad_NL = grad_NL * weight_N1
+        weighted_rows_NL = x_TL.index_select(0, token_N).mul_(weight_N1.mul_(2))
+        dup_EFL = torch.empty_like(up_EFL, dtype=x_TL.dtype)
+        ddown_ELF = torch.empty_like(down_ELF, dtype=x_TL.dtype)
+        dweight_N = torch.empty_like(weight_N1[:, 0])
+        drows_NL = torch.empty_like(grad_NL)
+        for e, (a, b) in enumerate(pairwise(bounds)):
+            if a == b:
+                dup_EFL[e].zero_()
+                ddown_ELF[e].zero_()
+                continue
+            relu_nF = relu_NF[a:b]
+            p_nF = torch.mm(grad_NL[a:b], down_ELF[e].to(x_TL.dtype)).mul_(relu_nF)
+            torch.mm(p_nF.T, weighted_rows_NL[a:b], out=dup_EFL[e])
+            torch.mm(p_nF, up_EFL[e].to(x_TL.dtype), out=drows_NL[a:b])
+            torch.sum(p_nF.mul_(relu_nF), -1, out=dweight_N[a:b])
+            torch.mm(weighted_grad_NL[a:b].T, torch.square(relu_nF, out=p_nF), out=ddown_ELF[e])
+        dx_TL = _combine(drows_NL, place_TK, weights_TK * 2)
+        dweights_TK = dweight_N[place_TK.view(-1)].view_as(weights_TK)
+        return dx_TL, dweights_TK, dup_EFL.to(up_EFL.dtype), ddown_ELF.to(down_ELF.dtype), None
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """relu(x)^2, written over x; keeps only its output, which the next product keeps anyway."""
+    return _ReluSquared.apply(x)
+
+
+class _ReluSquared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.relu_().square_()
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        # d relu(x)^2 = 2 relu(x) = 2 sqrt(y)
+        return torch.sqrt(y).mul_(grad).mul_(2)
