@@ -158,7 +158,7 @@ def flops_by_block(c: ModelConfig, sequence_length: int) -> dict[str, float]:
 
     A product of [1, a] by [a, b] counts 2ab. What is causal counts half its square: attention's two products,
     and in each chunk of the SSD scan the scores (per group) and their use (per head). States cost 4 x heads x
-    head_dim x state (in and out), the convolution 2 x kernel x channels. Norms, gates, softmax, top-k: nothing.
+    head_dim x state (in and out), the convolution 2 x kernel x channels. Norms, gates and softmax: nothing.
     """
     one = {x: layer_flops(c, x, sequence_length) for x in BLOCK_LETTERS}
     counted = {name: c.pattern.count(x) * one[x] for x, name in BLOCK_LETTERS.items()}
@@ -258,7 +258,7 @@ def _model_lines(plan: Plan) -> Iterator[str]:
         )
     yield (
         f"compute      {_scaled(plan.flops_per_token, 'TGMk')}FLOP per token forward at "
-        f"{plan.sequence_length:,} tokens, three times that in training; {plan.training_flops:.3g} for the run"
+        f"{plan.sequence_length:,} tokens, three times that to train; {plan.training_flops:.3g} for the run"
     )
 
 
@@ -276,7 +276,8 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
 
 
 def _schedule_lines(plan: Plan) -> Iterator[str]:
-    yield f"length       {plan.steps:,} steps of {plan.tokens_per_step:,} tokens = {_count(plan.tokens)} tokens"
+    total = _count(plan.tokens)
+    yield f"length       {plan.steps:,} steps of {plan.tokens_per_step:,} tokens = {total} tokens"
     for milestone in plan.milestones:
         tokens = _count(milestone.tokens)
         yield f"             {milestone.name:<22}{tokens:>11} tokens   step {milestone.step:,}"
