@@ -1,4 +1,4 @@
-"""`python -m nemotron_ultra.report RUN [RUN] [--out FILE]`: one self-contained HTML page of one or more runs."""
+"""`python -m nemotron_ultra.report RUN [RUN] [--out FILE]`: one self-contained HTML page of runs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _BAR_SECONDS = 0.1
 
 
 class Console:
-    """Writes a run's lines to `stream` (stdout). It never raises: a closed pipe or terminal only ends the output.
+    """Writes a run's lines to `stream` (stdout). It never raises: a closed pipe only ends the output.
 
     Args: total_steps of the whole run; every: steps between step lines.
     """
@@ -53,7 +53,7 @@ class Console:
             self._print("\n".join([head + lines[0], *(" " * indent + line for line in lines[1:])]))
 
     def step(self, row: Mapping[str, object]) -> None:
-        """A line every `every` steps, at the first and the last one; `val/` figures get a line of their own."""
+        """A line every `every` steps, at the first and the last; `val/` figures get a line of their own."""
         step, now = int(row["step"]), time.monotonic()
         left = self._left(step, row, now)
         begins = self._first is None

@@ -1,4 +1,4 @@
-"""Numbers for people: few digits where they fit, powers of ten where they do not, words for the non-finite."""
+"""Numbers for people: few digits where they fit, powers of ten where not, words for the non-finite."""
 
 from __future__ import annotations
 

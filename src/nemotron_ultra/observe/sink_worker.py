@@ -1,8 +1,7 @@
 """The process that holds wandb or tensorboard: options, then one row a line on standard input, until its end.
 
 `observe/sinks.py` starts it as `python -m nemotron_ultra.observe.sink_worker module:Class`. A sink is a class
-whose constructor takes the options (run_dir, project, mode, config), with write(step, metrics) and close(); an
-attribute `notice` is told to the person at start.
+whose constructor takes the options (run_dir, project, mode, config), with write(step, metrics) and close().
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from typing import Protocol, TextIO
 
 from nemotron_ultra.observe.metrics import decode_row
 
-_INIT_SECONDS = 30
+_INIT_SECONDS = 20
 
 
 class SinkLike(Protocol):
-    notice: str | None
-
     def write(self, step: int, metrics: Mapping[str, object]) -> None: ...
 
     def close(self) -> None: ...
@@ -37,32 +34,18 @@ class WandbSink:
     def __init__(self, options: Mapping[str, object]):
         import wandb
 
-        self.notice = None
-        self._wandb, self._options = wandb, options
-        try:
-            self._run = self._init(options["mode"])
-        except (wandb.errors.Error, OSError) as error:
-            if options["mode"] != "online":
-                raise
-            reason = str(error).split("\n")[0][:100]
-            self.notice = f"wandb cannot go online ({reason}); it writes offline into the run folder"
-            self._run = self._init("offline")
-        self._run.define_metric("*", step_metric="step")  # rows repeated after a resume stay at their step
-
-    def _init(self, mode: str):
-        run_dir = Path(self._options["run_dir"])
-        return self._wandb.init(
-            project=self._options["project"],
+        run_dir = Path(options["run_dir"])
+        self._run = wandb.init(
+            project=options["project"],
             name=run_dir.name,
             id=_wandb_id(run_dir),
             resume="allow",
             dir=str(run_dir),
-            config=self._options["config"],
-            mode=mode,
-            settings=self._wandb.Settings(
-                init_timeout=_INIT_SECONDS, console="off", x_stats_pid=os.getppid()
-            ),
+            config=options["config"],
+            mode=options["mode"],
+            settings=wandb.Settings(init_timeout=_INIT_SECONDS, console="off", x_stats_pid=os.getppid()),
         )
+        self._run.define_metric("*", step_metric="step")  # rows repeated after a resume stay at their step
 
     def write(self, step: int, metrics: Mapping[str, object]) -> None:
         self._run.log({**metrics, "step": step})
@@ -86,7 +69,6 @@ class TensorboardSink:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self.notice = None
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(Path(options["run_dir"]) / "tensorboard"), flush_secs=10)
 
@@ -107,7 +89,7 @@ def main(place: str) -> int:
     module, _, name = place.partition(":")
     try:
         sink = getattr(importlib.import_module(module), name)(json.loads(rows.readline()))
-        _reply(replies, {"ready": True, "say": getattr(sink, "notice", None)})
+        _reply(replies, {"ready": True})
         for line in rows:
             row = decode_row(line)
             sink.write(int(row["step"]), {key: value for key, value in row.items() if key != "step"})

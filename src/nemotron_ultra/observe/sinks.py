@@ -153,18 +153,21 @@ class Sink:
                 self._worker.kill()
 
     def _start(self) -> None:
-        self._worker = Worker(self.name, self._place, self._options)
-        message = self._worker.receive(self._start_seconds)
-        if message is None and self._options["mode"] == "online" and self.name == "wandb":
+        online = self.name == "wandb" and self._options["mode"] == "online"
+        try:
+            self._launch()
+        except (RuntimeError, TimeoutError) as error:
+            if not online or self._failed.is_set():
+                raise
             self._worker.kill()
-            message = {"say": "wandb does not answer; it writes offline into the run folder"}
-            self._worker = Worker(self.name, self._place, {**self._options, "mode": "offline"})
-            if self._worker.receive(self._start_seconds) is None:
-                message = None
-        if message is None:
-            raise TimeoutError(f"it did not start within {self._start_seconds:.0f} s")
-        if message.get("say"):
-            self._say(message["say"])
+            self._say(f"wandb cannot go online ({error}); it writes offline into the run folder")
+            self._options["mode"] = "offline"
+            self._launch()
+
+    def _launch(self) -> None:
+        self._worker = Worker(self.name, self._place, self._options)
+        if self._worker.receive(self._start_seconds) is None:
+            raise TimeoutError(f"no answer within {self._start_seconds:.0f} s")
 
 
 class Worker:
@@ -194,7 +197,7 @@ class Worker:
             raise RuntimeError(self._ended) from None
 
     def receive(self, seconds: float) -> dict[str, object] | None:
-        """Next message, or None if none comes within `seconds`. RuntimeError if the worker failed or ended."""
+        """Next message, or None if none comes in time. RuntimeError if the worker failed or ended."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._unread:
             readable, _, _ = select.select(

@@ -32,8 +32,8 @@ def stability_metrics(
 ) -> dict[str, float]:
     """`moe/<label>/max_load`, `moe/<label>/max_vio`, their summary over layers, and `residual/<layer>`.
 
-    Args: counts_LE as in `max_violation`, or None for a model without MoE layers; residual_norm_L [layers]: RMS
-    of the residual stream after each layer; labels: one per MoE layer, else its place among the MoE layers.
+    Args: counts_LE as in `max_violation`, or None for a model without MoE layers; residual_norm_L [layers]:
+    RMS of the residual stream after each layer; labels: one per MoE layer, else its place among them.
     """
     metrics: dict[str, float] = {}
     if counts_LE is not None and counts_LE.numel():
