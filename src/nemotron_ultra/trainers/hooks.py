@@ -6,7 +6,6 @@ says has been logged is on the disk before it.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -135,13 +134,16 @@ class Validation(Hook):
 
 
 class Log(Hook):
-    """metrics.jsonl, the step line and the sinks."""
+    """metrics.jsonl, the step line and the sinks. Rows after the step to go on from are dropped at start."""
 
-    def __init__(self, log: MetricsLog, console: Console, sinks: Sinks):
-        self.log, self.console, self.sinks = log, console, sinks
+    def __init__(self, engine: TorchEngine, log: MetricsLog, console: Console, sinks: Sinks):
+        self.engine, self.log, self.console, self.sinks = engine, log, console, sinks
+
+    def start(self) -> None:
+        self.log.truncate_after(self.engine.step)
 
     def after_step(self, step: int, metrics: Metrics) -> None:
-        self.log.append(metrics)
+        self.log.append({"step": step} | metrics)
         self.console.step(metrics)
         self.sinks.write(step, metrics)
 
@@ -154,16 +156,24 @@ class Samples(Hook):
     """Text written by the model after a prompt from the validation text, appended to samples.jsonl."""
 
     def __init__(
-        self, path: Path, write_text: Callable[[int], tuple[str, str]], console: Console, when: Every
+        self,
+        engine: TorchEngine,
+        log: MetricsLog,
+        console: Console,
+        write_text: Callable[[int], tuple[str, str]],
+        when: Every,
     ):
-        self.path, self.write_text, self.console, self.when = path, write_text, console, when
+        self.engine, self.log, self.console = engine, log, console
+        self.write_text, self.when = write_text, when
+
+    def start(self) -> None:
+        self.log.truncate_after(self.engine.step)
 
     def after_step(self, step: int, metrics: Metrics) -> None:
         if not self.when(step):
             return
         prompt, text = self.write_text(step)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+        self.log.append({"step": step, "prompt": prompt, "text": text})
         self.console.note(f"sample after {prompt[-40:]!r}: {text[:80]!r}")
 
 

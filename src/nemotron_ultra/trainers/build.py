@@ -1,0 +1,148 @@
+"""From a RunConfig to the parts of a run, and from a run to its checkpoint and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemotron_ultra.config.run import RunConfig
+from nemotron_ultra.data.batch import TokenBatch
+from nemotron_ultra.data.blend import BlendStream
+from nemotron_ultra.data.tokenizer import Tokenizer
+from nemotron_ultra.engine.base import Objective
+from nemotron_ultra.engine.checkpoint import load_checkpoint, save_checkpoint
+from nemotron_ultra.engine.recompute import recompute_blocks
+from nemotron_ultra.engine.schedule import Schedule
+from nemotron_ultra.engine.torch_engine import TorchEngine
+from nemotron_ultra.errors import BackendError, CheckpointError, ConfigError
+from nemotron_ultra.model.hf_folder import load_model, save_model
+from nemotron_ultra.model.hybrid import HybridLM
+from nemotron_ultra.observe.console import Console
+from nemotron_ultra.trainers.hooks import Hook
+from nemotron_ultra.trainers.run_folder import RunFolder
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The parts of one run, put together by a trainer."""
+
+    config: RunConfig
+    folder: RunFolder
+    console: Console
+    tokenizer: Tokenizer
+    stream: BlendStream
+    engine: TorchEngine
+    objective: Objective
+    validation: Sequence[TokenBatch]
+
+
+def choose_device(config: RunConfig) -> torch.device:
+    """The device of the torch engine; also sets torch's threads. Raises BackendError if it is not here."""
+    if config.engine.name != "torch":
+        raise BackendError(
+            f"engine={config.engine.name} needs a cluster",
+            got="one machine",
+            do="use engine=torch, or try recipe=pretrain",
+        )
+    if config.engine.threads:
+        torch.set_num_threads(config.engine.threads)
+    name = config.engine.device
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BackendError("engine.device=cuda, but torch sees no GPU", do="use engine.device=cpu or auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def build_model(config: RunConfig, device: torch.device) -> HybridLM:
+    """A fresh model from the run's seed, or the weights of run.init_from. Raises ConfigError if those
+    differ.
+    """
+    dtype = DTYPES[config.precision.weights]
+    if config.run.init_from:
+        model = load_model(config.run.init_from, dtype=dtype, device=device)
+        if model.config != config.model:
+            raise ConfigError(
+                "run.init_from holds another model than the configuration asks for",
+                got=_differences(model.config, config.model),
+                do="choose the model option that those weights belong to",
+            )
+        return model
+    model = HybridLM(config.model, device=device, dtype=dtype)
+    model.init_weights(config.run.seed)
+    return model
+
+
+def build_engine(config: RunConfig, model: HybridLM) -> TorchEngine:
+    """The torch engine with the run's schedule."""
+    if config.engine.recompute:
+        recompute_blocks(model)
+    run_tokens = config.trainer.steps * config.trainer.global_batch_size * config.data.sequence_length
+    schedule = Schedule.from_config(config.schedule, peak=config.optim.lr, run_tokens=run_tokens)
+    return TorchEngine(model, config.optim, schedule, router_bias_rate=config.trainer.router_bias_rate)
+
+
+def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError if the tokenizer makes ids that the model has no row for."""
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            "model.vocab_size is smaller than the tokenizer's vocabulary",
+            got=f"{config.model.vocab_size} rows for {tokenizer.vocab_size} ids of {tokenizer.name}",
+            do=f"set model.vocab_size={tokenizer.vocab_size} or more",
+        )
+
+
+def save_run(run: Run, hooks: Sequence[Hook]) -> Path:
+    """Write the checkpoint {run, engine, stream, hooks} of the engine's step; weights as a Hugging Face
+    folder.
+    """
+    engine = run.engine
+    state = engine.state_dict()
+    del state["model"]  # written by save_model
+    parts = {
+        "run": {"recipe": run.config.recipe, "step": engine.step, "tokens": engine.tokens},
+        "engine": state,
+        "stream": run.stream.state_dict(),
+        "hooks": {type(hook).__name__: hook.state_dict() for hook in hooks},
+    }
+    return save_checkpoint(
+        run.folder.path,
+        engine.step,
+        parts,
+        save_weights=lambda path: save_model(engine.model, path),
+        keep_last=run.config.trainer.keep_last,
+    )
+
+
+def resume_run(run: Run, hooks: Sequence[Hook]) -> int:
+    """Load the newest checkpoint, if there is one; returns the step to go on from.
+
+    Raises CheckpointError if a file of it is damaged or belongs to another model.
+    """
+    checkpoint = run.folder.checkpoint
+    if checkpoint is None:
+        return 0
+    parts = load_checkpoint(checkpoint)
+    saved = load_model(checkpoint / "model", dtype=DTYPES[run.config.precision.weights], verify=False)
+    if saved.config != run.engine.model.config:
+        raise CheckpointError(
+            f"{checkpoint} holds another model than the configuration asks for",
+            got=_differences(saved.config, run.engine.model.config),
+            do="take the old model options, or choose another run.name",
+        )
+    run.engine.load_state_dict(parts["engine"] | {"model": saved.state_dict()})
+    run.stream.load_state_dict(parts["stream"], allow_change=run.config.run.allow_config_change)
+    for hook in hooks:
+        hook.load_state_dict(parts["hooks"].get(type(hook).__name__, {}))
+    return run.engine.step
+
+
+def _differences(found: Any, wanted: Any) -> str:
+    names = [name for name in vars(wanted) if getattr(found, name, None) != getattr(wanted, name)]
+    return ", ".join(
+        f"{name}: {getattr(found, name)} there, {getattr(wanted, name)} asked" for name in names[:6]
+    )
