@@ -28,7 +28,7 @@ class Mamba2Mixer(nn.Module):
             groups=config.conv_dim,
             bias=config.use_conv_bias,
         )
-        self.A_log = nn.Parameter(torch.log(torch.arange(1, heads + 1, dtype=torch.float32)))
+        self.A_log = nn.Parameter(torch.log(torch.arange(1.0, heads + 1)))
         self.D = nn.Parameter(torch.ones(heads))
         self.dt_bias = nn.Parameter(torch.ones(heads))
         self.norm = nn.Module()
