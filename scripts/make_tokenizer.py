@@ -2,8 +2,9 @@
 
     python scripts/make_tokenizer.py [--out FOLDER] [--vocab 4096]
 
-The shipped files were made by this script with Python 3.11.7 and tokenizers 0.23.3. Another Python has other sources and
-gives slightly other merges, and with them another tokenizer hash: shards prepared with one do not go with the other.
+The shipped files were made by this script with Python 3.11.7 and tokenizers 0.23.3. Another Python has other
+sources and gives slightly other merges, and with them another tokenizer hash: shards prepared with one do not
+go with the other.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from torch import Tensor
 class TokenBatch:
     """One micro-batch.
 
-    labels_T[t] is the token that follows tokens_T[t] inside its document (0 where there is none: weight_T is 0 there).
-    cu_seqlens, int32 [documents + 1], runs from 0 to T. `stats` carries what a message or a page wants to say of the
-    batch, such as document ids; nothing in it changes the mathematics.
+    labels_T[t] is the token that follows tokens_T[t] inside its document (0 where there is none: weight_T is
+    0 there). cu_seqlens, int32 [documents + 1], runs from 0 to T. `stats` carries what a message or a page
+    wants to say of the batch, such as document ids; nothing in it changes the mathematics.
     """
 
     tokens_T: Tensor

@@ -1,8 +1,8 @@
-"""BlendStream: weighted sources -> micro-batches of packed rows; step N's batch is a function of (seed, N) alone.
+"""BlendStream: weighted sources -> micro-batches of packed rows; step N is a function of (seed, N) alone.
 
-A step takes global_batch_size rows of sequence_length tokens. Each row comes from a source drawn by the weights of the
-phase that the consumed tokens are in (report section 2.2); a document longer than what is left of a row goes on in
-another row, where it begins a new segment. Resuming is therefore setting one number.
+A step takes global_batch_size rows of sequence_length tokens. Each row comes from a source drawn by the
+weights of the phase that the consumed tokens are in (report section 2.2); a document longer than what is left
+of a row goes on in another row, where it begins a new segment. Resuming is therefore setting one number.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Source:
         if theirs["hash"] != tokenizer.hash:
             raise DataError(
                 f"source {name!r} ({folder}) was prepared with another tokenizer",
-                got=f"shards of {theirs['name']!r} (hash {theirs['hash']}), run with {tokenizer.name!r} (hash {tokenizer.hash})",
+                got=f"shards of {theirs['name']!r} (hash {theirs['hash']}), "
+                f"run with {tokenizer.name!r} (hash {tokenizer.hash})",
                 do="set data.tokenizer to the shards' tokenizer, or prepare the text again with this one",
             )
         self.train, self.valid = Shard(folder / "train"), Shard(folder / "valid")
@@ -96,9 +97,10 @@ class Source:
 class BlendStream:
     """Iterator over global steps: next() is the list of TokenBatch micro-batches of one step.
 
-    seed: order of documents, rows and draws. start_step: the first step that next() gives. rank, world: of `world` data
-    parallel readers this one gets every world-th micro-batch; together they get exactly what one reader would.
-    Raises ConfigError for phases that contradict each other, DataError for sources that cannot be used.
+    seed: order of documents, rows and draws. start_step: the first step that next() gives. rank, world: of
+    `world` data parallel readers this one gets every world-th micro-batch; together they get exactly what one
+    reader would. Raises ConfigError for phases that contradict each other, DataError for sources that cannot
+    be used.
     """
 
     def __init__(
@@ -160,9 +162,10 @@ class BlendStream:
         return {n: {"tokens": t, "epochs": t / self.sources[n].train.tokens} for n, t in consumed.items()}
 
     def validation_batches(self, rows: int) -> list[TokenBatch]:
-        """Up to `rows` rows of the validation split, evenly spaced through it, in the weights of the last phase.
+        """Up to `rows` rows of the validation split, the same ones every time and at every seed.
 
-        The same rows every time and at every seed. Raises DataError if no source of the last phase has validation text.
+        They are spaced evenly through the split, in the weights of the last phase. Raises DataError if no
+        source of the last phase has validation text.
         """
         length, phase = self.data.sequence_length, self.data.phases[-1]
         draws = Draws([source.weight for source in phase.sources.values()], 0, 0)
@@ -225,13 +228,13 @@ class BlendStream:
         return total
 
     def _phases(self) -> tuple[list[int], list[Draws]]:
-        """First row of each phase (a phase begins at the first step that finds its tokens consumed) and its draws."""
+        """First row and draws of each phase; it begins at the first step that finds its tokens consumed."""
         starts = [0]
         ends = [phase.until_tokens for phase in self.data.phases]
         for number, end in enumerate(ends[:-1]):
             if end is None or end <= (ends[number - 1] or 0 if number else 0):
                 raise ConfigError(
-                    f"data.phases.{number}.until_tokens must grow from phase to phase; only the last may be null",
+                    f"data.phases.{number}.until_tokens must grow from phase to phase, null only in the last",
                     got=ends,
                 )
             steps = -(-end // self.tokens_per_step)

@@ -1,33 +1,24 @@
 """builtin:python: the text of the running Python, prepared on first use into the user's cache folder.
 
-The folder's name holds the Python version, the tokenizer's hash and a hash of the text, so another installation or
-another tokenizer never meets the wrong shards. Files go to train or valid whole, by the hash of their content.
+The folder's name holds the Python version, the tokenizer's hash and a hash of the text, so another
+installation or another tokenizer never meets the wrong shards. Files go to train or valid whole, by the hash
+of their content.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from filelock import FileLock
 
-from nemotron_ultra.data.encode import encode_documents
-from nemotron_ultra.data.manifest import (
-    FORMAT,
-    SPLITS,
-    damaged_files,
-    file_facts,
-    read_manifest,
-    write_json,
-    xz_bits_per_byte,
-)
-from nemotron_ultra.data.shards import ShardWriter, token_dtype
+from nemotron_ultra.data.inputs import InputFile, fingerprint, make_parts, with_digests
+from nemotron_ultra.data.manifest import damaged_files, read_manifest
+from nemotron_ultra.data.parts import Options
+from nemotron_ultra.data.prepare import Job, prepare
 from nemotron_ultra.data.stdlib_text import stdlib_files, stdlib_root
 from nemotron_ultra.data.tokenizer import Tokenizer
 from nemotron_ultra.errors import DataError
@@ -53,23 +44,21 @@ def cache_root(cache_dir: str | Path | None = None) -> Path:
 
 
 def ensure_builtin(cache_dir: str | Path | None, tokenizer: Tokenizer) -> Path:
-    """Folder with {train,valid}.{bin,idx} and manifest.json of builtin:python, made if it is not there or damaged.
+    """Folder of {train,valid}.{bin,idx} and manifest.json, made if it is not there or damaged.
 
     Two processes that start together are safe: one makes it under a lock, the other waits and finds it.
     """
-    root = cache_root(cache_dir)
-    texts = [(path.as_posix(), (stdlib_root() / path).read_bytes()) for path in stdlib_files(TEXT_BYTES)]
-    content = hashlib.blake2b(digest_size=16)
-    for name, text in texts:
-        content.update(name.encode() + b"\0" + text + b"\0")
-    fingerprint = content.hexdigest()
-    folder = root / f"python-{platform.python_version()}-{tokenizer.hash[:12]}-{fingerprint[:12]}"
+    root, library = cache_root(cache_dir), stdlib_root()
+    names = stdlib_files(TEXT_BYTES, library)
+    files = with_digests([_input(library, name) for name in names])
+    content = fingerprint(files)
+    folder = root / f"python-{platform.python_version()}-{tokenizer.hash[:12]}-{content[:12]}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{folder.name}.lock"):
             if not _is_whole(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-                _make(folder, texts, fingerprint, tokenizer)
+                _make(folder, files, content, tokenizer)
     except OSError as error:
         raise DataError(
             f"cannot prepare {BUILTIN_SOURCE} in {root}",
@@ -79,6 +68,11 @@ def ensure_builtin(cache_dir: str | Path | None, tokenizer: Tokenizer) -> Path:
     return folder
 
 
+def _input(library: Path, name: Path) -> InputFile:
+    path = library / name
+    return InputFile(BUILTIN_SOURCE, name.as_posix(), str(path), "text", path.stat().st_size)
+
+
 def _is_whole(folder: Path) -> bool:
     try:
         return not damaged_files(folder, read_manifest(folder))
@@ -86,53 +80,10 @@ def _is_whole(folder: Path) -> bool:
         return False
 
 
-def _make(folder: Path, texts: list[tuple[str, bytes]], fingerprint: str, tokenizer: Tokenizer) -> None:
+def _make(folder: Path, files: list[InputFile], content: str, tokenizer: Tokenizer) -> None:
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    dtype = token_dtype(tokenizer.vocab_size)
-    splits, valid_text, invalid = {}, b"", 0
-    for split in SPLITS:
-        chosen = [text for _, text in texts if (_fraction(text) < VALID_FRACTION) == (split == "valid")]
-        decoded = [text.decode("utf-8", "replace") for text in chosen]
-        invalid += sum("\ufffd" in text for text in decoded)
-        ids, lengths = encode_documents(tokenizer, decoded)
-        writer = ShardWriter(temporary / split, dtype)
-        writer.add_many(ids, lengths)
-        writer.close()
-        splits[split] = {"documents": len(chosen), "tokens": len(ids), "bytes": sum(map(len, chosen))}
-        valid_text = b"".join(chosen) if split == "valid" else valid_text
-    write_json(
-        temporary / "manifest.json", _manifest(temporary, splits, valid_text, invalid, fingerprint, tokenizer)
-    )
+    about = {"sources": [BUILTIN_SOURCE], "python": platform.python_version(), "fingerprint": content}
+    job = Job(temporary, tokenizer, Options(valid_fraction=VALID_FRACTION), about)
+    prepare(job, lambda first: make_parts(files)[first:])
     os.rename(temporary, folder)
-
-
-def _fraction(text: bytes) -> float:
-    """Hash of a document as a number in [0, 1): the same text always falls into the same split."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") / 2**64
-
-
-def _manifest(
-    folder: Path,
-    splits: dict[str, Any],
-    valid_text: bytes,
-    invalid: int,
-    fingerprint: str,
-    tokenizer: Tokenizer,
-) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "source": BUILTIN_SOURCE,
-        "tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size},
-        "dtype": np.dtype(token_dtype(tokenizer.vocab_size)).name,
-        "splits": splits,
-        "invalid_utf8": invalid,
-        "xz_bits_per_byte": xz_bits_per_byte(valid_text),
-        "input": {"python": platform.python_version(), "fingerprint": fingerprint},
-        "files": {
-            f"{split}.{ext}": file_facts(folder / f"{split}.{ext}")
-            for split in SPLITS
-            for ext in ("bin", "idx")
-        },
-    }

@@ -1,4 +1,4 @@
-"""Texts to one run of token ids: the bulk path of `tokenizers`, an end-of-document id after every document."""
+"""Texts -> one run of token ids, an end-of-document id after every document."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from nemotron_ultra.data.tokenizer import Tokenizer
 # Documents longer than this are handed to the library in pieces, which bounds its memory.
 PIECE_CHARACTERS = 1 << 20
 
-# A piece ends after a newline that stands alone between visible characters: every pre-tokenizer in use ends a word
-# there, so the ids are those of the whole text.
+# A piece ends after a newline that stands alone between visible characters: every pre-tokenizer in use ends a
+# word there, so the ids are those of the whole text.
 _CUT = re.compile(r"(?<=\S)\n(?=\S)")
 
 
 def encode_documents(
     tokenizer: Tokenizer, texts: list[str], *, special: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [tokens] in the shard's order, lengths int32 [documents]), the end-of-document id included in both."""
+    """(ids [tokens], lengths int32 [documents]); the end-of-document id is included in both."""
     pieces = [list(_pieces(text)) for text in texts]
     flat = [piece for document in pieces for piece in document]
     encodings = tokenizer.backend(special=special).encode_batch_fast(flat, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""manifest.json: what a folder of shards was made from and with. It is written last, so its presence means "finished"."""
+"""manifest.json: what a folder of shards was made from and with. It is written last: present means finished."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ XZ_LIMIT_BYTES = 4_000_000
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a prepared folder. Raises DataError if it is missing, unreadable or of another format."""
+    """The manifest of a prepared folder. Raises DataError: missing, unreadable, of another format."""
     path = Path(folder) / NAME
     if not Path(folder).is_dir():
         raise DataError(f"data folder {folder} does not exist", do=prep_command(folder))

@@ -1,9 +1,10 @@
-"""Which row of which source comes at which place: closed forms in (seed, row), so any step can be reached at once.
+"""Which row of which source comes when: closed forms in (seed, row), so any step can be reached at once.
 
-The blend draws row g of a phase from source s where frac(g x 0.618...) falls into s's share of [0, 1): a golden-ratio
-sequence, whose counts stay within a few rows of weight x rows at every g. How often a source was drawn before row g is
-then a sum of floors, found in O(log) steps without walking through the run. Differs from Megatron's greedy rule, which has
-to be replayed from row 0 and whose history changes when weights change (report section 2.2, two phases).
+The blend draws row g of a phase from source s where frac(g x 0.618...) falls into s's share of [0, 1): a
+golden-ratio sequence, whose counts stay within a few rows of weight x rows at every g. How often a source was
+drawn before row g is then a sum of floors, found in O(log) steps without walking through the run. Differs
+from Megatron's greedy rule, which has to be replayed from row 0 and whose history changes when weights change
+(report section 2.2, two phases).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def keyed(*key: object) -> int:
 
 
 def permutation(count: int, *key: object) -> np.ndarray:
-    """Permutation of range(count) by a key. RandomState, because its stream is frozen across numpy versions."""
+    """Permutation of range(count) by a key. RandomState: its stream is frozen across numpy versions."""
     bits = keyed(*key)
     dtype = np.int32 if count < 2**31 else np.int64
     order = np.arange(count, dtype=dtype)
@@ -82,7 +83,8 @@ class Draws:
 
 @dataclass(frozen=True)
 class Epoch:
-    """One pass over a source: documents in shuffled order, and the token at which each begins in this pass."""
+    """One pass over a source: documents in shuffled order, and the token at which each begins in this
+    pass."""
 
     documents: np.ndarray
     starts: np.ndarray
@@ -92,9 +94,9 @@ class Epoch:
 class SourceOrder:
     """The endless row sequence of one source.
 
-    Passes over the documents, each shuffled by (seed, source, pass), are laid end to end and cut into rows of `length`
-    tokens, so that no token is lost or repeated where passes meet; the rows that begin in one pass are served shuffled.
-    lengths: tokens of each document, int [documents], at least `length` in total.
+    Passes over the documents, each shuffled by (seed, source, pass), are laid end to end and cut into rows of
+    `length` tokens, so that no token is lost or repeated where passes meet; the rows that begin in one pass
+    are served shuffled. lengths: tokens of each document, int [documents], at least `length` in total.
     """
 
     def __init__(self, name: str, lengths: np.ndarray, length: int, seed: int):

@@ -4,7 +4,8 @@ The layout is megatron-core's IndexedDataset byte for byte (little endian):
 
     .bin  the ids of all sequences, nothing else
     .idx  "MMIDIDX\\0\\0", uint64 version 1, uint8 dtype code, uint64 sequences, uint64 documents + 1,
-          int32 length of each sequence, int64 byte offset of each sequence, int64 first sequence of each document, end
+          int32 length of each sequence, int64 byte offset of each sequence,
+          int64 first sequence of each document, and the number of sequences
 
 Differs from megatron-core: what is opened is checked against the size of both files first.
 """
@@ -44,13 +45,14 @@ def token_dtype(vocab_size: int) -> np.dtype:
 class ShardWriter:
     """Writes PREFIX.bin and PREFIX.idx; one document is one sequence.
 
-    Both files carry a temporary name until `close`, which syncs and renames them, so a reader never sees half of one.
+    Both files carry a temporary name until `close`, which syncs and renames them, so a reader never sees half
+    of one.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype):
         self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
         self._temporary = [Path(f"{prefix}.{suffix}.tmp") for suffix in ("bin", "idx")]
-        self._bin = open(self._temporary[0], "wb")
+        self._bin = open(self._temporary[0], "wb")  # noqa: SIM115 (closed by close and abort)
         self._lengths: list[np.ndarray] = []
         self.tokens = 0
 
@@ -101,7 +103,8 @@ def sync(file: BinaryIO) -> None:
 
 
 class Shard:
-    """PREFIX.bin and PREFIX.idx opened for reading through memory maps. Raises DataError naming the file at fault.
+    """PREFIX.bin and PREFIX.idx opened for reading through memory maps. Raises DataError naming the file at
+    fault.
 
     starts: int64 [documents + 1], the token offset where each document begins, the last one being the end.
     """
@@ -180,7 +183,7 @@ class Shard:
         if not packed or first[0] != 0 or first[-1] != len(lengths) or np.any(np.diff(first) < 0):
             raise DataError(
                 f"{self.idx_path}: the index contradicts itself",
-                got="offsets that are not the running sum of lengths, or a document index not from 0 to the end",
+                got="offsets are not the running sum of lengths, or documents do not run from 0 to the end",
                 do="prepare the data again",
             )
 

@@ -1,4 +1,4 @@
-"""The text of the running Python installation: standard library sources with their docstrings, in a fixed order.
+"""The text of the running Python: standard library sources with their docstrings, in a fixed order.
 
 Real text that is on every machine; the built-in corpus and the shipped tokenizer are made from it.
 """
@@ -34,8 +34,9 @@ SKIPPED = frozenset(
 def stdlib_files(max_bytes: int | None = None, root: Path | None = None) -> list[Path]:
     """Source files of the standard library, relative to its folder, in sorted order.
 
-    `max_bytes` keeps a subset of that many bytes: files are taken in the order of the hash of their names, so the
-    subset is spread over the whole library and is the same on every start. Raises DataError if there are no sources.
+    `max_bytes` keeps a subset of that many bytes: files are taken in the order of the hash of their names, so
+    the subset is spread over the whole library and is the same on every start. Raises DataError if there are
+    no sources.
     """
     root = root or stdlib_root()
     kept = sorted(_walk(root))

@@ -1,8 +1,8 @@
-"""Tokenizer: text <-> ids through one `tokenizer.json`, with a hash of its content that shards and runs are checked by.
+"""Tokenizer: text <-> ids through one `tokenizer.json`, with a hash by which shards and runs are checked.
 
 `tokenizer.json` and `tokenizer_config.json` are the files of any Hugging Face tokenizer folder. Differs from
-`transformers`: text is only text (a special token spelled out in a document stays ordinary characters unless asked for),
-nothing is added at the ends, and the file's own truncation and padding are switched off.
+`transformers`: text is only text (a special token spelled out in a document stays ordinary characters unless
+asked for), nothing is added at the ends, and the file's own truncation and padding are switched off.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ _USUAL_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>",
 
 
 class Tokenizer:
-    """A loaded tokenizer. `hash` (32 hex digits) covers the content of tokenizer.json, not its layout or place.
+    """A loaded tokenizer. `hash` (32 hex digits) covers the content of tokenizer.json, not its layout or
+    place.
 
-    vocab_size is the largest id + 1. eos_id ends every document; bos_id and pad_id are None where the folder names none.
+    vocab_size is the largest id + 1. eos_id ends every document; bos_id and pad_id are None where the folder
+    names none.
     """
 
     def __init__(self, name: str, text: str, config: dict[str, Any], where: Path):
@@ -56,7 +58,8 @@ class Tokenizer:
             )
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of `text`, nothing added. special=True reads the names of special tokens in the text as those tokens."""
+        """Ids of `text`, nothing added. special=True reads the names of special tokens in the text as those
+        tokens."""
         return self.backend(special=special).encode(text, add_special_tokens=False).ids
 
     def backend(self, *, special: bool = False) -> tokenizers.Tokenizer:
@@ -82,8 +85,8 @@ class Tokenizer:
     def byte_lengths(self) -> np.ndarray:
         """UTF-8 bytes that each token stands for, int64 [vocab_size]; 0 for special tokens and unused ids.
 
-        Exact for byte-level BPE and for SentencePiece with byte fallback, so that the sum over a document's ids is
-        its size in bytes. For other kinds it is the length of the entry's text.
+        Exact for byte-level BPE and for SentencePiece with byte fallback, so that the sum over a document's
+        ids is its size in bytes. For other kinds it is the length of the entry's text.
         """
         special = {t["id"] for t in self.content.get("added_tokens", []) if t.get("special")}
         byte_level = '"ByteLevel"' in self._text
@@ -111,14 +114,14 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
             "tokenizer not found",
             got=str(name),
             allowed='"builtin", a folder with tokenizer.json, or such a file',
-            do=f"fetch it first, for example: hf download {name} tokenizer.json tokenizer_config.json --local-dir tok",
+            do=f"fetch it first: hf download {name} --include 'tokenizer*' --local-dir FOLDER",
         )
     if not file.is_file():
         there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         raise DataError(
             f"{path} has no tokenizer.json",
             got=f"a folder with {there}",
-            do="convert it with transformers: AutoTokenizer.from_pretrained(FOLDER, use_fast=True).save_pretrained(FOLDER)",
+            do="convert it with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
         )
     config: dict[str, Any] = {}
     for beside in ("special_tokens_map.json", "tokenizer_config.json"):
