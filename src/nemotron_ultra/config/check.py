@@ -26,7 +26,9 @@ def checked(cls: type[T], values: Mapping[str, Any], already: Iterable[str] = ()
     try:
         result = TypeAdapter(cls).validate_python(dict(values))
     except ValidationError as error:
-        problems += lines_of(error, cls)
+        told = {problem.partition(":")[0] for problem in problems}
+        new = [(line, line.partition(": missing;")) for line in lines_of(error, cls)]
+        problems += [line for line, (key, missing, _) in new if not (missing and key in told)]
     if problems or result is None:
         raise mistakes(problems)
     return result

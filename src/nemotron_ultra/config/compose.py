@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 PACKAGE = Path(__file__).resolve().parent.parent
+UNUSABLE = "not all positive numbers:"
 
 
 def share_dir(kind: str) -> Path:
-    """Folder "configs" or "recipes": in the package (wheel), or beside `src/` (checkout, editable install)."""
+    """Folder "configs" or "recipes": in the package (wheel) or beside `src/` (checkout, editable install)."""
     candidates = [PACKAGE / "_share" / kind, PACKAGE.parent.parent / kind]
     for folder in candidates:
         if folder.is_dir():
@@ -40,7 +42,7 @@ def load_recipe(name: str, overrides: Sequence[str] = (), config_dir: str | Path
     config_dir: a folder with recipes (DIR/NAME.yaml) and options (DIR/GROUP/NAME.yaml) of your own.
     Raises ConfigError that lists all mistakes.
     """
-    own = _own_folder(config_dir)
+    own = own_folder(config_dir)
     known = recipes(own)
     if name not in known:
         raise ConfigError(
@@ -113,7 +115,7 @@ def parse_override(text: str) -> Override:
         raise ConfigError(f"{text}: not an override ({_one_line(error)})", allowed="key=value") from error
 
 
-def _own_folder(config_dir: str | Path | None) -> Path | None:
+def own_folder(config_dir: str | Path | None) -> Path | None:
     if config_dir is None:
         return None
     folder = Path(config_dir).resolve()
@@ -212,7 +214,7 @@ def _finish(cfg: DictConfig, problems: list[str]) -> RunConfig:
     optim.lr=abc the mistake is optim.lr, not the schedule.min_lr that is a hundredth of it.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+    from omegaconf.errors import OmegaConfBaseException
 
     OmegaConf.register_new_resolver("mul", _product, replace=True)
     derived: list[str] = []
@@ -222,10 +224,9 @@ def _finish(cfg: DictConfig, problems: list[str]) -> RunConfig:
             break
         except OmegaConfBaseException as error:
             place = str(error.full_key or "")
-            if not place or OmegaConf.select(cfg, place, throw_on_resolution_failure=False) is not None:
+            if not place:
                 raise check.mistakes([*problems, f"{place}: {_one_line(error)}"]) from error
-            by_number = isinstance(error, InterpolationResolutionError) and "not a number" in str(error)
-            (derived if by_number else problems).append(f"{place}: {_one_line(error)}")
+            (derived if _is_derived(error) else problems).append(f"{place}: {_one_line(error)}")
             _remove(cfg, place)
     config = check.checked(RunConfig, {str(key): value for key, value in content.items()}, problems)
     if derived:
@@ -236,9 +237,19 @@ def _finish(cfg: DictConfig, problems: list[str]) -> RunConfig:
 def _product(*factors: Any) -> float:
     """${mul:a,b,...} in YAML: a product, for tokens that follow from steps and batch."""
     try:
-        return math.prod(map(float, factors))
+        numbers = [float(factor) for factor in factors]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"not a number among {factors}") from error
+        raise ValueError(f"{UNUSABLE} {factors}") from error
+    if min(numbers) <= 0:
+        raise ValueError(f"{UNUSABLE} {factors}")
+    return math.prod(numbers)
+
+
+def _is_derived(error: Exception) -> bool:
+    """Whether the mistake lies in another key: a factor of ${mul:...}, or a key that is not there."""
+    text = str(error)
+    named = re.search(r"Interpolation key '([\w.]+)' not found", text)
+    return UNUSABLE in text or (named is not None and schema.find(tuple(named[1].split("."))) is not None)
 
 
 def _remove(cfg: DictConfig, key: str) -> None:
@@ -246,7 +257,7 @@ def _remove(cfg: DictConfig, key: str) -> None:
 
     parent, _, last = key.rpartition(".")
     holder = OmegaConf.select(cfg, parent) if parent else cfg
-    holder.pop(int(last) if last.isdigit() else last)
+    del holder[int(last) if last.isdigit() else last]  # pop would resolve the value
 
 
 def _plain(value: Any) -> Any:

@@ -47,8 +47,6 @@ class ClusterConfig:
     """GPUs per machine that the recipe needs; 0 means it runs on a CPU too."""
     gpu: str | None = None
     """Kind of GPU that the recipe was written for."""
-    gpu_memory_gb: PositiveReal | None = None
-    """Memory of one such GPU in GB (10^9 bytes), for the plan; null where it is not known."""
     segment: NonNegative = 0
     """Nodes that must share one network or NVLink block (Slurm --segment); 0 leaves it to the scheduler."""
     walltime_hours: PositiveReal | None = None
