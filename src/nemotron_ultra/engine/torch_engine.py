@@ -178,7 +178,7 @@ class TorchEngine:
         where = "the loss (all layers are finite)"
         if output.residual_norm_L is not None and not bool(torch.isfinite(output.residual_norm_L).all()):
             where = f"backbone.layers.{int((~torch.isfinite(output.residual_norm_L)).int().argmax())}"
-        self._refuse("loss", where, batch.stats.get("documents", []), loss)
+        self._refuse("loss", where, batch.stats.get("documents", []), loss.detach())
 
     def _refuse(self, what: str, where: str, documents: list[str], value: Tensor) -> None:
         self.master.clear()

@@ -143,9 +143,10 @@ class Log(Hook):
         self.log.truncate_after(self.engine.step)
 
     def after_step(self, step: int, metrics: Metrics) -> None:
-        self.log.append({"step": step} | metrics)
-        self.console.step(metrics)
-        self.sinks.write(step, metrics)
+        row = {"step": step} | metrics
+        self.log.append(row)
+        self.console.step(row)
+        self.sinks.write(step, row)
 
     def finish(self) -> None:
         self.sinks.close()

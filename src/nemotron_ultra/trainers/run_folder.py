@@ -10,7 +10,6 @@ recipe's run, or a changed configuration is refused. One process at a time holds
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import os
@@ -21,8 +20,9 @@ from typing import Any
 
 import yaml
 
+from nemotron_ultra.config.compose import to_dict, to_yaml
 from nemotron_ultra.config.run import RunConfig
-from nemotron_ultra.engine.checkpoint import FOLDER, latest_checkpoint
+from nemotron_ultra.engine.checkpoint import latest_checkpoint
 from nemotron_ultra.errors import ConfigError
 
 # What a run interrupted in its first second may have left before run.json.
@@ -44,15 +44,6 @@ FIXED = (
     "trainer.router_bias_rate",
 )
 FREE = ("data.cache_dir",)
-
-
-def plain(value: Any) -> Any:
-    """A configuration as dicts, lists, numbers and text."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -121,28 +112,23 @@ class RunFolder:
         self.close()
 
     def _begin(self, config: RunConfig) -> None:
-        _write(self.path / "config.yaml", dump(config))
+        _write(self.path / "config.yaml", to_yaml(config))
         self.record(recipe=config.recipe, created=now(), started=[now()])
 
     def _continue(self, config: RunConfig) -> None:
         self.facts = json.loads((self.path / "run.json").read_text())
         before = yaml.safe_load((self.path / "config.yaml").read_text())
-        changes = changed_keys(before, plain(config))
+        changes = changed_keys(before, to_dict(config))
         if changes and not config.run.allow_config_change:
             raise ConfigError(
                 f"{self.path} was started with another configuration",
                 got="; ".join(changes),
                 do="take the old values, choose another run.name, or allow it: run.allow_config_change=true",
             )
-        if _comparable(before) != _comparable(plain(config)):
+        if _comparable(before) != _comparable(to_dict(config)):
             _keep_earlier(self.path / "config.yaml")
-            _write(self.path / "config.yaml", dump(config))
+            _write(self.path / "config.yaml", to_yaml(config))
         self.record(started=[*self.facts.get("started", []), now()])
-
-
-def dump(config: RunConfig) -> str:
-    """The configuration as YAML that reads back to the same values."""
-    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=110)
 
 
 def now() -> str:
@@ -226,6 +212,3 @@ def _write(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-__all__ = ["FOLDER", "RunFolder", "changed_keys", "dump", "flat", "now", "plain"]

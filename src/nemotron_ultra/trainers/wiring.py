@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from nemotron_ultra.config.compose import to_dict
 from nemotron_ultra.config.plan import flops_per_token
 from nemotron_ultra.observe.machine import matmul_flops
 from nemotron_ultra.observe.metrics import MetricsLog
@@ -20,7 +21,6 @@ from nemotron_ultra.trainers.hooks import (
     Stability,
     Validation,
 )
-from nemotron_ultra.trainers.run_folder import plain
 from nemotron_ultra.trainers.text import TextSampler
 
 
@@ -44,7 +44,7 @@ def standard_hooks(run: Run) -> list[Hook]:
             run.engine,
             MetricsLog(path / "metrics.jsonl"),
             console,
-            open_sinks(run.config.log, path, plain(run.config), report=console.note),
+            open_sinks(run.config.log, path, to_dict(run.config), report=console.note),
         ),
     ]
     if trainer.sample_tokens:

@@ -1,0 +1,84 @@
+"""The smallest model with every kind of block, batches for it, and the same for the command line."""
+
+from __future__ import annotations
+
+import torch
+
+from nemotron_ultra.config.model import ModelConfig
+from nemotron_ultra.config.optim import OptimConfig
+from nemotron_ultra.data.batch import TokenBatch
+from nemotron_ultra.engine.schedule import Schedule
+from nemotron_ultra.engine.torch_engine import TorchEngine
+from nemotron_ultra.model.hybrid import HybridLM
+from nemotron_ultra.objectives.next_token import NextToken
+
+MODEL = dict(
+    pattern="ME*-E",
+    hidden_size=32,
+    num_attention_heads=2,
+    head_dim=16,
+    mamba_num_heads=4,
+    mamba_head_dim=16,
+    ssm_state_size=16,
+    n_groups=2,
+    chunk_size=16,
+    intermediate_size=48,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    moe_shared_expert_intermediate_size=24,
+    moe_latent_size=16,
+    num_nextn_predict_layers=1,
+)
+
+
+def micro_model(dtype: torch.dtype = torch.float32, **changes) -> HybridLM:
+    model = HybridLM(ModelConfig(**MODEL | {"vocab_size": 64} | changes), dtype=dtype)
+    model.init_weights(7)
+    return model
+
+
+def micro_batches(count: int, seed: int = 0) -> list[TokenBatch]:
+    """Micro-batches of two documents each, of different lengths and weights."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(9, 40, (count, 2), generator=draw).tolist()
+    batches = []
+    for number, pair in enumerate(lengths):
+        documents = [torch.randint(3, 64, (n,), generator=draw).tolist() for n in pair]
+        names = [f"micro:{number}:{i}" for i in range(2)]
+        batches.append(TokenBatch.from_documents(documents, stats={"documents": names}))
+    return batches
+
+
+def joined(batches: list[TokenBatch]) -> TokenBatch:
+    """The same documents in one pack."""
+    bounds = [0]
+    for batch in batches:
+        bounds += [bounds[-1] + n for n in batch.cu_seqlens.tolist()[1:]]
+    return TokenBatch(
+        tokens_T=torch.cat([b.tokens_T for b in batches]),
+        labels_T=torch.cat([b.labels_T for b in batches]),
+        weight_T=torch.cat([b.weight_T for b in batches]),
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
+        stats={"documents": [d for b in batches for d in b.stats["documents"]]},
+    )
+
+
+def micro_engine(
+    model: HybridLM | None = None, *, lr: float = 1e-2, clip: float = 1.0, **options
+) -> TorchEngine:
+    schedule = Schedule(name="constant", peak=lr, total_tokens=1e9)
+    return TorchEngine(model or micro_model(), OptimConfig(lr=lr, clip=clip), schedule, **options)
+
+
+def objective() -> NextToken:
+    return NextToken(mtp_loss_scale=0.1, balance_coefficient=1e-2, mtp_depths=2)
+
+
+def step(engine: TorchEngine, batches: list[TokenBatch]) -> dict[str, float]:
+    return engine.forward_backward(batches, objective()) | engine.optimizer_step()
+
+
+def weights(model: HybridLM) -> dict[str, torch.Tensor]:
+    """A copy of every tensor of the model."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
