@@ -1,0 +1,208 @@
+"""norm(scan(silu(conv(x|B|C)), softplus(dt)) silu(z)): all of a Mamba-2 mixer between its two projections, as one function.
+
+It walks the pack in slabs of a few chunks and keeps for the backward only its input, the scan's output, one RMS per
+group and the state at each chunk border; convolution, decays and score blocks are computed again there. Chunks of 64
+tokens at most: the result does not depend on it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from nemotron_ultra.ops.conv import ConvGrads, conv_rows
+from nemotron_ultra.ops.norm import gated_norm_rows, gated_norm_rows_back
+from nemotron_ultra.ops.scratch import scratch
+from nemotron_ultra.ops.segments import Segments
+from nemotron_ultra.ops.ssd_chunks import LONGEST_CHUNK, Decays, SlabScan, SmallGrads, chunk_plan
+
+
+@dataclass(frozen=True)
+class InteriorSizes:
+    """Columns of the input are z (H P) | x (H P) | B (G N) | C (G N) | dt (H)."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    chunk: int
+    eps: float
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        return self.inner + 2 * self.groups * self.state
+
+
+def mamba_interior(
+    zxbcdt_TW: Tensor,
+    conv_weight_CK: Tensor,
+    conv_bias_C: Tensor | None,
+    A_H: Tensor,
+    D_H: Tensor,
+    dt_bias_H: Tensor,
+    norm_weight_D: Tensor,
+    segments: Segments,
+    sizes: InteriorSizes,
+) -> Tensor:
+    """[T, 2 H P + 2 G N + H] -> [T, H P]. Documents of the pack do not see each other. A is negative."""
+    weights = (conv_weight_CK, conv_bias_C, A_H, D_H, dt_bias_H, norm_weight_D)
+    return _Interior.apply(zxbcdt_TW.contiguous(), *weights, segments, sizes)
+
+
+class _Interior(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, zx, conv_weight, conv_bias, A, D, dt_bias, norm_weight, segments, sizes):
+        work = _Work(zx, conv_weight, conv_bias, A, D, dt_bias, segments, sizes)
+        scan = work.scan
+        y_TD, out_TD = (zx.new_empty(len(zx), sizes.inner) for _ in range(2))
+        rstd_TG = zx.new_empty(len(zx), sizes.groups)
+        states = zx.new_empty(work.plan.count + 1, sizes.groups, sizes.inner // sizes.groups, sizes.state)
+        scan.reset(0, states[0])
+        for cut in scan.slabs():
+            rows = work.rows(cut)
+            _, x, B, C = work.scan_inputs(cut)
+            y = work.whole_chunks(cut, y_TD)
+            scan.forward(cut, x, B, C, states[cut.start : cut.stop + 1], work.by_head(y))
+            if len(y) > rows.stop - rows.start:
+                y_TD[rows] = y[: rows.stop - rows.start]
+            gated_norm_rows(y_TD[rows], work.z[rows], norm_weight, sizes.eps, out_TD[rows], rstd_TG[rows])
+        ctx.save_for_backward(zx, conv_weight, conv_bias, A, D, dt_bias, norm_weight, y_TD, rstd_TG, states)
+        ctx.segments, ctx.sizes = segments, sizes
+        return out_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        zx, conv_weight, conv_bias, A, D, dt_bias, norm_weight, y_TD, rstd_TG, states = ctx.saved_tensors
+        sizes, bounds = ctx.sizes, ctx.segments.bounds
+        work = _Work(zx, conv_weight, conv_bias, A, D, dt_bias, ctx.segments, sizes)
+        scan, small, d_norm = work.scan, SmallGrads.like(work.decays), torch.zeros_like(norm_weight)
+        conv = ConvGrads(work.taps, min(scan.slab_rows, len(zx)), conv_bias is not None)
+        d_zx = torch.empty(zx.shape, dtype=zx.dtype, device=zx.device)
+        d_z, d_xbc, _ = work.columns(d_zx)
+        carry = torch.zeros_like(states[0])
+        for cut in reversed(list(scan.slabs())):
+            rows, n = work.rows(cut), cut.stop - cut.start
+            before, x, B, C = work.scan_inputs(cut)
+            d_gated, gate = gated_norm_rows_back(
+                d_out[rows], y_TD[rows], work.z[rows], norm_weight, rstd_TG[rows], d_norm
+            )
+            dy = work.product_by_head(cut, d_gated, gate)
+            torch.ops.aten.silu_backward.grad_input(
+                d_gated.mul_(y_TD[rows]), work.z[rows], grad_input=d_z[rows]
+            )
+            d_states = scan.buffer("d_states", n + 1, *states.shape[2:])
+            d_states[n] = carry
+            parts = scan.backward(cut, x, B, C, states[cut.start : cut.stop + 1], dy, d_states, small)
+            carry.copy_(d_states[0])
+            work.silu_back(cut, parts, before, conv.open(rows.stop - rows.start))
+            conv.rows(work.xbc, rows.start, rows.stop, bounds, d_xbc[rows])
+        d_dt, dA, dD = small.finish(work.decays, A, work.plan)
+        d_raw = work.softplus_back(d_dt)
+        d_zx[:, -sizes.heads :] = d_raw
+        d_taps, d_bias = conv.finish()
+        return d_zx, d_taps.T, d_bias, dA, dD, d_raw.sum(0), d_norm, None, None
+
+
+class _Work:
+    """Views, decays and recomputed inputs that forward and backward share."""
+
+    def __init__(self, zx, conv_weight, conv_bias, A, D, dt_bias, segments: Segments, sizes: InteriorSizes):
+        longest = max(segments.lengths, default=1)
+        chunk = max(1, min(sizes.chunk, LONGEST_CHUNK, longest))
+        self.plan = chunk_plan(tuple(segments.bounds), chunk, zx.dtype, zx.device)
+        self.sizes, self.bounds, self.like = sizes, segments.bounds, zx
+        self.taps, self.conv_bias = conv_weight.T.contiguous(), conv_bias
+        self.z, self.xbc, dt = self.columns(zx)
+        self.raw_TH = dt + dt_bias
+        dt = F.softplus(self.raw_TH).clamp_(*sizes.dt_limit)
+        self.decays = Decays.of(dt, A, sizes.groups, self.plan)
+        self.scan = SlabScan(self.plan, self.decays, D, (sizes.head_dim, sizes.state))
+
+    def columns(self, zx: Tensor) -> tuple[Tensor, ...]:
+        """z | x, B, C together | dt."""
+        return zx.split([self.sizes.inner, self.sizes.channels, self.sizes.heads], -1)
+
+    def rows(self, cut: slice) -> slice:
+        return slice(cut.start * self.plan.chunk, min(cut.stop * self.plan.chunk, self.plan.total))
+
+    def scan_inputs(self, cut: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """-> before the activation [R, C], and x [n, G, J, Q, P], B, C [n, G, Q, N]; 0 past the end of the pack."""
+        rows, n, s = self.rows(cut), cut.stop - cut.start, self.sizes
+        Q, count = self.plan.chunk, rows.stop - rows.start
+        before = scratch.take("mamba.before", (n * Q, s.channels), self.like)
+        conv_rows(self.xbc, rows.start, rows.stop, self.taps, self.conv_bias, self.bounds, before[:count])
+        before[count:] = 0
+        x = scratch.take("mamba.x", (n * Q, s.inner), self.like)
+        torch.ops.aten.silu.out(before[:, : s.inner], out=x)
+        BC = scratch.take("mamba.BC", (2, n, s.groups, Q, s.state), self.like)
+        torch.ops.aten.silu.out(
+            before[:, s.inner :].view(n, Q, 2, s.groups, s.state), out=BC.permute(1, 3, 0, 2, 4)
+        )
+        return before, self.by_head(x), BC[0], BC[1]
+
+    def by_head(self, tokens_RD: Tensor) -> Tensor:
+        """[n Q, H P] seen as [n, G, J, Q, P]."""
+        s = self.sizes
+        view = tokens_RD.view(-1, self.plan.chunk, s.groups, s.heads // s.groups, s.head_dim)
+        return view.permute(0, 2, 3, 1, 4)
+
+    def whole_chunks(self, cut: slice, y_TD: Tensor) -> Tensor:
+        """Rows of y to write to: scratch for the chunk that the end of the pack cuts short."""
+        rows, size = self.rows(cut), (cut.stop - cut.start) * self.plan.chunk
+        if rows.stop - rows.start == size:
+            return y_TD[rows]
+        return scratch.take("mamba.y", (size, self.sizes.inner), self.like)
+
+    def product_by_head(self, cut: slice, d_gated: Tensor, gate: Tensor) -> Tensor:
+        """Gradient of the scan's output [n, G, J, Q, P] = d_gated * gate, 0 past the end of the pack."""
+        s, n, Q = self.sizes, cut.stop - cut.start, self.plan.chunk
+        dy = self.scan.buffer("dy", n, s.heads // s.groups, Q, s.head_dim)
+        if len(gate) == n * Q:
+            torch.mul(self.by_head(d_gated), self.by_head(gate), out=dy)
+        else:
+            padded = scratch.take("mamba.y", (n * Q, s.inner), self.like).zero_()
+            torch.mul(d_gated, gate, out=padded[: len(gate)])
+            dy.copy_(self.by_head(padded))
+        return dy
+
+    def silu_back(
+        self, cut: slice, parts: tuple[Tensor, Tensor, Tensor], before: Tensor, out: Tensor
+    ) -> None:
+        """Gradients of x, B, C -> before the activation, [rows, C]."""
+        s, n, Q = self.sizes, cut.stop - cut.start, self.plan.chunk
+        whole = out if len(out) == n * Q else scratch.take("mamba.d_before", before.shape, self.like)
+        dx = parts[0].permute(0, 3, 1, 2, 4)
+        back = torch.ops.aten.silu_backward.grad_input
+        back(dx, _as(before[:, : s.inner], dx), grad_input=_as(whole[:, : s.inner], dx))
+        for which, grad in enumerate(parts[1:]):
+            grad = grad.transpose(1, 2)
+            first = s.inner + which * s.groups * s.state
+            columns = slice(first, first + s.groups * s.state)
+            back(grad, _as(before[:, columns], grad), grad_input=_as(whole[:, columns], grad))
+        if whole is not out:
+            out.copy_(whole[: len(out)])
+
+    def softplus_back(self, d_dt_TH: Tensor) -> Tensor:
+        """Through the clamp and the softplus of dt."""
+        low, high = self.sizes.dt_limit
+        d_raw = d_dt_TH * torch.sigmoid(self.raw_TH)
+        if low > 0 or high < math.inf:
+            dt = F.softplus(self.raw_TH)
+            d_raw *= (dt >= low) & (dt <= high)
+        return d_raw
+
+
+def _as(rows: Tensor, like: Tensor) -> Tensor:
+    """[n Q, columns] with the shape of `like`, [n, Q, ...]."""
+    return rows.unflatten(1, like.shape[2:]).unflatten(0, like.shape[:2])
