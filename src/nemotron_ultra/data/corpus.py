@@ -83,7 +83,8 @@ def _is_whole(folder: Path) -> bool:
 def _make(folder: Path, files: list[InputFile], content: str, tokenizer: Tokenizer) -> None:
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    about = {"sources": [BUILTIN_SOURCE], "python": platform.python_version(), "fingerprint": content}
-    job = Job(temporary, tokenizer, Options(valid_fraction=VALID_FRACTION), about)
+    about = {"sources": [BUILTIN_SOURCE], "python": platform.python_version()}
+    options = Options(valid_fraction=VALID_FRACTION)
+    job = Job(temporary, tokenizer, options, {"fingerprint": content}, about)
     prepare(job, lambda first: make_parts(files)[first:])
     os.rename(temporary, folder)

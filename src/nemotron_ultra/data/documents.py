@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import lzma
+import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ LARGEST_TEXT = 1 << 30
 BOM = b"\xef\xbb\xbf"
 READ_BYTES = 1 << 20
 
+# JSON can spell half of a surrogate pair, which no UTF-8 can hold.
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
@@ -156,19 +159,8 @@ def _checked(name: str, value: object, invalid: bool = False) -> Document:
         return Document(name, dropped="text is not a string")
     if not value or value.isspace():
         return Document(name, dropped="empty")
-    # JSON can spell half of a surrogate pair, which is no text either.
-    text = value.encode("utf-8", "replace").decode("utf-8") if _has_surrogate(value) else value
-    return Document(name, text, invalid=invalid or text is not value)
-
-
-def _has_surrogate(text: str) -> bool:
-    if text.isascii():
-        return False
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return True
-    return False
+    text = value if value.isascii() else _LONE_SURROGATE.sub("\ufffd", value)
+    return Document(name, text, invalid=invalid or text != value)
 
 
 def open_binary(path: str) -> BinaryIO | Any:

@@ -1,4 +1,4 @@
-"""manifest.json: what a folder of shards was made from and with. It is written last: present means finished."""
+"""manifest.json: what a folder of shards was made from and with; written last, so it means "finished"."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nemotron_ultra.errors import DataError
 NAME = "manifest.json"
 FORMAT = 1
 SPLITS = ("train", "valid")
-REQUIRED = ("format", "tokenizer", "dtype", "splits", "files", "input")
+REQUIRED = ("format", "tokenizer", "identity", "dtype", "splits", "files")
 # xz is quadratic in nothing but slow (1 MB/s), and its rate hardly moves after some megabytes.
 XZ_LIMIT_BYTES = 4_000_000
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +46,21 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True)
 class Job:
-    """One preparation: where to, with what, and what identifies the input (its names and the hash of its
-    content)."""
+    """One preparation. input: what identifies the content; about: what else the manifest should say of it."""
 
     out: Path
     tokenizer: Tokenizer
     options: Options
     input: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
         """What the output depends on; the same identity means the same bytes."""
-        mine = self.tokenizer
         identity = {
             "format": FORMAT,
-            "tokenizer": {"name": mine.name, "hash": mine.hash, "vocab_size": mine.vocab_size},
-            "options": asdict(self.options),
+            "tokenizer.hash": self.tokenizer.hash,
             "input": self.input,
+            **{f"options.{key}": value for key, value in asdict(self.options).items()},
         }
         return json.loads(json.dumps(identity))
 
@@ -100,14 +99,14 @@ def prepare(
     if not total.documents["train"]:
         shutil.rmtree(folder)
         raise _empty(total)
-    manifest = _join(job.out, receipts, total, identity)
+    manifest = _join(job, receipts, total, identity)
     shutil.rmtree(folder)
     return manifest, False
 
 
 def _finished(out: Path, identity: dict[str, Any]) -> dict[str, Any]:
     manifest = read_manifest(out)
-    _same(out, manifest, identity)
+    _same(out, manifest["identity"], identity)
     damaged = damaged_files(out, manifest)
     if damaged:
         raise DataError(
@@ -152,8 +151,9 @@ def _empty(total: Receipt) -> DataError:
     )
 
 
-def _join(out: Path, receipts: list[Receipt], total: Receipt, identity: dict[str, Any]) -> dict[str, Any]:
-    dtype = token_dtype(identity["tokenizer"]["vocab_size"])
+def _join(job: Job, receipts: list[Receipt], total: Receipt, identity: dict[str, Any]) -> dict[str, Any]:
+    out, tokenizer = job.out, job.tokenizer
+    dtype = token_dtype(tokenizer.vocab_size)
     for split in SPLITS:
         writer = ShardWriter(out / split, dtype)
         for receipt in receipts:
@@ -163,7 +163,10 @@ def _join(out: Path, receipts: list[Receipt], total: Receipt, identity: dict[str
         writer.close()
     text = _valid_text(out / PARTS, receipts)
     manifest = {
-        **identity,
+        "format": FORMAT,
+        "tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash, "vocab_size": tokenizer.vocab_size},
+        "input": job.input | job.about,
+        "identity": identity,
         "dtype": dtype.name,
         "documents_in": total.documents_in,
         "splits": total.splits(),

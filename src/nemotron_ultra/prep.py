@@ -1,0 +1,222 @@
+"""python -m nemotron_ultra.prep INPUT... --out DIR: text -> Megatron .bin/.idx shards with a manifest."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from nemotron_ultra.data.documents import Reading
+from nemotron_ultra.data.hf_rows import RowStream, StreamName
+from nemotron_ultra.data.inputs import STREAM_PREFIX, Part, find_files, fingerprint, make_parts, with_digests
+from nemotron_ultra.data.parts import Options, Receipt
+from nemotron_ultra.data.prepare import Job, prepare
+from nemotron_ultra.data.tokenizer import load_tokenizer
+from nemotron_ultra.errors import DataError, NemotronError
+
+HELP = """\
+Turn text into token shards for training: DIR/{train,valid}.{bin,idx} in Megatron's layout, DIR/manifest.json.
+
+INPUT is any mix of
+  text files, one document each (any suffix; .gz .bz2 .xz .zst are unpacked)
+  .jsonl files, one document a line in the field --text-field
+  .parquet files, one document a row in the column --text-field      (pip install 'nemotron-ultra[data]')
+  folders, walked in sorted order; hidden names are left out
+or one
+  datasets:NAME[@CONFIG][:SPLIT], streamed from the Hugging Face hub (pip install 'nemotron-ultra[data]')
+
+The same command again goes on where it was stopped, and says so where it was finished.
+"""
+
+TRAIN = "python -m nemotron_ultra.train recipe=pretrain"
+RESUMES = "finished parts are kept, the same command goes on from them"
+
+
+class Progress:
+    """Bytes done, rate and time left: a live line on a terminal, a plain line every few seconds elsewhere."""
+
+    def __init__(self, total_bytes: int | None, every: float = 5.0):
+        self.total, self.every = total_bytes, every
+        self.live = sys.stderr.isatty()
+        self.started = self.shown = time.monotonic()
+        self.bytes = self.tokens = self.new_bytes = self.new_tokens = self.resumed = 0
+
+    def __call__(self, receipt: Receipt, resumed: bool) -> None:
+        tokens = sum(receipt.tokens.values())
+        self.bytes, self.tokens = self.bytes + receipt.size, self.tokens + tokens
+        if resumed:
+            self.resumed += 1
+            return
+        self.new_bytes, self.new_tokens = self.new_bytes + receipt.size, self.new_tokens + tokens
+        now = time.monotonic()
+        if now - self.shown >= (0.2 if self.live else self.every):
+            self.shown = now
+            text = f"\r\x1b[K{self.line()}" if self.live else f"{self.line()}\n"
+            print(text, end="", file=sys.stderr, flush=True)
+
+    def line(self) -> str:
+        seconds = max(time.monotonic() - self.started, 1e-3)
+        rate = f"{self.new_tokens / seconds:,.0f} tokens/s"
+        if not self.total:
+            return f"{self.bytes / 1e6:,.1f} MB  {self.tokens:,} tokens  {rate}"
+        left = (self.total - self.bytes) / max(self.new_bytes / seconds, 1e-9)
+        share = 100 * self.bytes / self.total
+        done = f"{self.bytes / 1e6:,.1f} of {self.total / 1e6:,.1f} MB ({share:.0f} %)"
+        return f"{done}  {self.tokens:,} tokens  {rate}  {left:,.0f} s left"
+
+    def end(self) -> None:
+        if self.live:
+            print("\r\x1b[K", end="", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        return run(arguments)
+    except NemotronError as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"\nerror: {error}; {RESUMES}", file=sys.stderr)
+        return DataError.exit_code
+    except KeyboardInterrupt:
+        print(f"\nstopped; {RESUMES}", file=sys.stderr)
+        return 130
+
+
+def run(arguments: argparse.Namespace) -> int:
+    out: Path = arguments.out
+    tokenizer = load_tokenizer(arguments.tokenizer)
+    reading = Reading(text_field=arguments.text_field, split_on=arguments.split_on)
+    fraction = 0.0 if arguments.valid else arguments.valid_fraction
+    options = Options(reading=reading, valid_fraction=fraction, special=arguments.special_tokens)
+    identity, parts, size = _open(arguments)
+    about = {"sources": arguments.inputs + arguments.valid, "bytes": size}
+    job = Job(out, tokenizer, options, identity, about)
+    workers = _workers(arguments.workers, size)
+    _make_folder(out)
+    progress = Progress(size)
+    try:
+        with FileLock(out / ".lock", timeout=0):
+            manifest, was_there = prepare(job, parts, workers=workers, progress=progress)
+    except Timeout as error:
+        do = "wait for it, or name another --out"
+        raise DataError(f"another preparation is at work in {out}", do=do) from error
+    finally:
+        progress.end()
+    for line in summary(out, manifest, was_there, progress.resumed):
+        print(line)
+    return 0
+
+
+def summary(out: Path, manifest: dict[str, Any], was_there: bool, resumed: int) -> list[str]:
+    """What a person wants to know at the end."""
+    tokenizer = manifest["tokenizer"]["name"]
+    lines = [f"{out}: already complete with these inputs, nothing to do"] if was_there else []
+    if resumed:
+        lines.append(f"{resumed} parts were finished by an earlier run")
+    for split, row in manifest["splits"].items():
+        ratio = row["bytes"] / max(row["tokens"] - row["documents"], 1)
+        counts = (
+            f"{row['documents']:>10,} documents  {row['tokens']:>14,} tokens  {row['bytes'] / 1e6:>10,.1f} MB"
+        )
+        lines.append(f"{split:<6}{counts}  {ratio:.2f} bytes/token")
+    if not manifest["splits"]["valid"]["documents"]:
+        lines.append("valid is empty: use a larger --valid-fraction, or name files for it with --valid")
+    if manifest["xz_bits_per_byte"]:
+        note = f"first {manifest['xz_bytes'] / 1e6:.1f} MB of the validation text"
+        lines.append(f"xz needs {manifest['xz_bits_per_byte']:.3f} bits per byte on the {note}")
+    if manifest["invalid_utf8"]:
+        lines.append(f"{manifest['invalid_utf8']:,} documents held invalid UTF-8; those bytes became U+FFFD")
+    for reason, count in manifest["dropped"].items():
+        first = manifest["examples"].get(reason, ["?"])[0]
+        lines.append(f"dropped {count:,}: {reason} (first: {first})")
+    options = "" if tokenizer == "builtin" else f" data.tokenizer={tokenizer}"
+    lines.append(f"train on it: {TRAIN} data=folder data.phases.0.sources.text.path={out}{options}")
+    return lines
+
+
+Parts = Callable[[int], Iterable[Part]]
+
+
+def _open(arguments: argparse.Namespace) -> tuple[dict[str, Any], Parts, int | None]:
+    """(what identifies the input, its parts from a number on, bytes in all or None for a stream)."""
+    names = list(arguments.inputs)
+    streams = [name for name in names if name.startswith(STREAM_PREFIX)]
+    if streams:
+        if len(names) > 1 or arguments.valid:
+            do = "prepare each into its own --out and blend them in data.phases"
+            raise DataError("datasets:NAME stands alone", got=" ".join(names), do=do)
+        stream = RowStream(StreamName.parse(streams[0]), arguments.text_field)
+        return {"stream": stream.identity}, stream.parts, None
+    files = find_files(names, arguments.out) + find_files(arguments.valid, arguments.out, valid=True)
+    if not files:
+        raise DataError("empty corpus: no files in the input", got=" ".join(names))
+    files = with_digests(files)
+    parts = make_parts(files)
+    identity = {"files": len(files), "fingerprint": fingerprint(files)}
+    return identity, lambda first: parts[first:], sum(file.size for file in files)
+
+
+def _make_folder(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out} is not a folder", do="name another --out")
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _workers(asked: int, size: int | None) -> int:
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    workers = asked or cores
+    if asked == 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Below this a second process costs more than it brings.
+    return 1 if size is not None and size < 16 << 20 else workers
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nemotron_ultra.prep",
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    add("--tokenizer", default="builtin", metavar="T", help='"builtin" or a Hugging Face tokenizer folder')
+    add("--text-field", default="text", metavar="NAME", help="field or column that holds the text (text)")
+    add("--split-on", metavar="TEXT", help="what stands between documents of a text file: '<|endoftext|>'")
+    add(
+        "--valid",
+        action="append",
+        default=[],
+        metavar="INPUT",
+        help="validation input, in place of a fraction",
+    )
+    add("--valid-fraction", type=_fraction, default=0.01, metavar="F", help="documents for validation (0.01)")
+    add("--special-tokens", action="store_true", help="read special tokens spelled out in the text as such")
+    add("--workers", type=_count, default=0, metavar="N", help="processes; 0 is one per core (0)")
+    return parser
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not in [0, 1)")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
