@@ -1,22 +1,255 @@
-"""One self-contained HTML page of one or more runs."""
+"""One self-contained HTML page of one or more runs: figures, curves, tables, samples; no request leaves it.
+
+The page is complete without its script, which only shows values under the pointer.
+"""
 
 from __future__ import annotations
 
 import html
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemotron_ultra.observe.metrics import read_metrics
+import yaml
+
+from nemotron_ultra.observe import charts, svg, tables
+from nemotron_ultra.observe.numbers import compact, duration, fixed
+from nemotron_ultra.observe.run_data import RunData, config_differences, find_key, load_run
+from nemotron_ultra.observe.style import CSS, SCRIPT
+
+_SHOWN_SAMPLES = 5
+# Facts of run.json that get a table of their own, by key; everything else is listed under "Other facts".
+_TABLES = {
+    "precision": "Precision",
+    "backends": "Backends",
+    "ops": "Backends",
+    "plan": "Plan",
+    "machine": "Machine",
+    "data": "Data",
+    "tokenizer": "Tokenizer",
+}
 
 
 def write_report(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
-    """Write the page of `run_dirs` to `out` (whole or not at all) and return its path."""
-    rows = "".join(
-        f"<h2>{html.escape(Path(run).name)}</h2><p>{len(read_metrics(Path(run) / 'metrics.jsonl'))} rows</p>"
-        for run in run_dirs
-    )
-    fresh = Path(out).with_name(Path(out).name + ".tmp")
-    fresh.write_text(f"<!doctype html><meta charset=utf-8><title>runs</title>{rows}", encoding="utf-8")
+    """Write the page of `run_dirs` (the first is the one compared with) to `out`, whole or not at all.
+
+    Works on a run in progress, on one metric row, and without run.json, config.yaml or samples.jsonl.
+    Errors: ConfigError for a folder that is no run, DataError for a run without metrics.
+    """
+    out = Path(out)
+    page = render([load_run(folder) for folder in run_dirs])
+    fresh = out.with_name(f".{out.name}.tmp")
+    fresh.write_text(page, encoding="utf-8")
     os.replace(fresh, out)
-    return Path(out)
+    return out
+
+
+def render(runs: Sequence[RunData]) -> str:
+    """The page as text."""
+    runs = _distinct(runs)
+    title = " and ".join(run.name for run in runs)
+    body = [_header(runs), _figures(runs[0]) if len(runs) == 1 else _figure_table(runs)]
+    if len(runs) > 1:
+        body.append(_differences(runs))
+    for section, content in charts.sections(runs):
+        body.append(f"<h2>{section}</h2>{content}")
+    for number, run in enumerate(runs):
+        body.append(_samples(run, number, len(runs) > 1))
+    for number, run in enumerate(runs):
+        body.append(_details(run, number, len(runs) > 1))
+    more = charts.other_metrics(runs)
+    if more:
+        body.append(_fold("More metrics", more))
+    script = SCRIPT % {"left": svg.LEFT, "right": svg.RIGHT, "top": svg.TOP, "bottom": svg.BOTTOM}
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{CSS}</style></head><body><main>{''.join(body)}"
+        f"<footer>nemotron_ultra report, written {time.strftime('%Y-%m-%d %H:%M')}</footer></main>"
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def _distinct(runs: Sequence[RunData]) -> list[RunData]:
+    """Runs of equal name are told apart by their folder."""
+    names = [run.name for run in runs]
+    return [
+        RunData(**{**vars(run), "name": str(run.path) if names.count(run.name) > 1 else run.name})
+        for run in runs
+    ]
+
+
+def _header(runs: Sequence[RunData]) -> str:
+    lines = []
+    for number, run in enumerate(runs):
+        dot = f'<span class="dot c{number % 8}"></span>' if len(runs) > 1 else ""
+        lines.append(
+            f'<h1>{dot}{html.escape(run.name)}<span class="pill">{html.escape(_state(run))}</span></h1>'
+        )
+        lines.append(f'<p class="sub">{html.escape(_subtitle(run))}</p>')
+        lines += [f'<p class="faint">{html.escape(problem)}</p>' for problem in run.problems]
+    return f"<header>{''.join(lines)}</header>"
+
+
+def _state(run: RunData) -> str:
+    total = run.total_steps
+    if total is None:
+        return f"step {run.last_step:,}"
+    if run.last_step >= total:
+        return f"finished, {run.last_step:,} steps"
+    return f"step {run.last_step:,} of {total:,}, {100 * run.last_step // total} %"
+
+
+def _subtitle(run: RunData) -> str:
+    recipe = run.facts.get("recipe") or run.config.get("recipe")
+    parts = [f"recipe {recipe}"] if recipe else []
+    if run.pattern:
+        shown = (
+            run.pattern if len(run.pattern) <= 40 else f"{run.pattern[:40]}... ({len(run.pattern)} layers)"
+        )
+        parts.append(f"pattern {shown}")
+    count, active = _parameter_count(run)
+    if count:
+        parts.append(f"{compact(count)} parameters" + (f" ({compact(active)} active)" if active else ""))
+    return " · ".join(parts)
+
+
+def _parameter_count(run: RunData) -> tuple[object, object]:
+    counts = run.facts.get("parameters")
+    return (counts.get("total"), counts.get("active")) if isinstance(counts, dict) else (None, None)
+
+
+def key_figures(run: RunData) -> list[tuple[str, str, str]]:
+    """(figure, what it is, remark) of each key figure that the run has."""
+    xz = run.xz_bits_per_byte()
+    bits = run.last("val/bits_per_byte")
+    beside = f"xz needs {xz:.3f} on the same text" if xz is not None else ""
+    found = [
+        (fixed(run.tail_mean("loss")), "training loss", "mean of the last steps")
+        if run.last("loss") is not None
+        else None,
+        (fixed(run.last("val/loss")), "validation loss", "nats a token")
+        if run.last("val/loss") is not None
+        else None,
+        (fixed(bits), "bits per byte, validation", beside) if bits is not None else None,
+        (compact(run.last("tokens")), "tokens seen", f"{run.last_step:,} steps")
+        if run.last("tokens")
+        else None,
+        (duration(_seconds(run)), "time in steps", _pace(run)) if _seconds(run) else None,
+        (compact(_median(run, "tokens_per_second")), "tokens a second", _share(run))
+        if "tokens_per_second" in run.curves
+        else None,
+        (f"{run.last('memory_gb'):.2f} GB", "peak memory", "") if run.last("memory_gb") is not None else None,
+    ]
+    return [figure for figure in found if figure]
+
+
+def _figures(run: RunData) -> str:
+    cells = "".join(
+        f'<div class="figure"><b>{html.escape(figure)}</b><span>{html.escape(what)}</span>'
+        f'<span class="faint">{html.escape(remark)}</span></div>'
+        for figure, what, remark in key_figures(run)
+    )
+    return f'<div class="figures">{cells}</div>'
+
+
+def _figure_table(runs: Sequence[RunData]) -> str:
+    found = [{what: (figure, remark) for figure, what, remark in key_figures(run)} for run in runs]
+    names = list(dict.fromkeys(what for one in found for what in one))
+    heads = "".join(
+        f'<th><span class="dot c{i % 8}"></span>{html.escape(run.name)}</th>' for i, run in enumerate(runs)
+    )
+    rows = ""
+    for what in names:
+        cells = (one.get(what, ("-", "")) for one in found)
+        rows += f'<tr><td class="key">{html.escape(what)}</td>' + "".join(
+            f'<td><b>{html.escape(figure)}</b> <span class="faint">{html.escape(remark)}</span></td>'
+            for figure, remark in cells
+        )
+        rows += "</tr>"
+    return (
+        f'<h2>Key figures</h2><section class="card scroll"><table><thead><tr><th></th>{heads}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></section>"
+    )
+
+
+def _differences(runs: list[RunData]) -> str:
+    rows = [[key, *values] for key, values in config_differences(runs)]
+    content = (
+        tables.table(["key", *(run.name for run in runs)], rows)
+        if rows
+        else "<p>The configurations are equal.</p>"
+    )
+    return f'<h2>What differs in the configuration</h2><section class="card">{content}</section>'
+
+
+def _samples(run: RunData, number: int, several: bool) -> str:
+    if not run.samples:
+        return ""
+    newest = list(reversed(run.samples))
+    shown, rest = newest[:_SHOWN_SAMPLES], newest[_SHOWN_SAMPLES:]
+    content = "".join(map(_sample, shown))
+    if rest:
+        content += _fold(f"{len(rest)} earlier samples", "".join(map(_sample, rest)))
+    title = _run_title("Text samples", run, number, several)
+    return f'<h2>{title}</h2><section class="card">{content}</section>'
+
+
+def _sample(sample: dict[str, object]) -> str:
+    step, prompt, text = (sample.get(key, "") for key in ("step", "prompt", "text"))
+    return (
+        f'<div class="sample"><p class="faint">step {tables.text(step)}</p>'
+        f'<pre><span class="prompt">{html.escape(str(prompt))}</span>{html.escape(str(text))}</pre></div>'
+    )
+
+
+def _details(run: RunData, number: int, several: bool) -> str:
+    blocks = []
+    count = run.facts.get("parameters")
+    if isinstance(count, dict):
+        blocks.append(_fold("Parameters by block", tables.parameters(count), opened=not several))
+    for key, title in _TABLES.items():
+        if run.facts.get(key):
+            opened = not several and key in ("precision", "backends", "ops")
+            blocks.append(_fold(title, tables.facts(run.facts[key]), opened=opened))
+    rest = {k: v for k, v in run.facts.items() if k not in _TABLES and k != "parameters"}
+    if rest:
+        blocks.append(_fold("Other facts", tables.facts(rest)))
+    if run.config:
+        shown = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True, width=110)
+        blocks.append(_fold("Configuration", f"<pre>{html.escape(shown)}</pre>"))
+    title = _run_title("Model, machine, configuration", run, number, several)
+    return f"<h2>{title}</h2>{''.join(blocks)}" if blocks else ""
+
+
+def _fold(title: str, content: str, opened: bool = False) -> str:
+    head = f"<summary>{html.escape(title)}</summary>"
+    return f"<details{' open' if opened else ''}>{head}<div>{content}</div></details>"
+
+
+def _run_title(title: str, run: RunData, number: int, several: bool) -> str:
+    dot = f'<span class="dot c{number % 8}"></span>' if several else ""
+    return f"{dot}{title}{': ' + html.escape(run.name) if several else ''}"
+
+
+def _seconds(run: RunData) -> float:
+    return sum(value for value in run.curves.get("seconds", ([], []))[1] if value == value)
+
+
+def _pace(run: RunData) -> str:
+    seconds = _median(run, "seconds")
+    return f"{seconds:.3g} s a step" if seconds else ""
+
+
+def _median(run: RunData, key: str) -> float | None:
+    values = sorted(value for value in run.curves.get(key, ([], []))[1] if value == value)
+    return values[len(values) // 2] if values else None
+
+
+def _share(run: RunData) -> str:
+    share = _median(run, "matmul_share")
+    return f"{100 * share:.0f} % of the matmul limit" if share is not None else ""
+
+
+__all__ = ["find_key", "key_figures", "load_run", "render", "write_report"]
