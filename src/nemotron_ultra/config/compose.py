@@ -142,9 +142,7 @@ def _sort_overrides(
     for override in parsed:
         key = override.key_or_group
         if override.is_sweep_override():
-            problems.append(
-                f"{key}: several values ({override.input_line}) need -m, which runs one after another"
-            )
+            problems.append(f"{key}: several values in {override.input_line}; -m runs them one by one")
         elif key not in groups or override.is_delete():
             values.append(override)
         elif (name := str(override.value())) in (known := options(key, own)):
@@ -163,7 +161,9 @@ def _compose(name: str, choices: list[str], own: Path | None) -> DictConfig:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    first, *others = [*([own] if own else []), share_dir("recipes"), share_dir("configs")]
+    folders = [*([own] if own else []), share_dir("recipes"), share_dir("configs")]
+    first = recipes(own)[name].parent  # Hydra looks for the primary config before it reads hydra.searchpath
+    others = [folder for folder in folders if folder != first]
     quoted = ",".join("'file://" + str(folder).replace("'", "\\'") + "'" for folder in others)
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()

@@ -17,7 +17,7 @@ class SourceConfig:
     weight: NonNegativeReal = 1.0
     """Share of this source in the blend; weights need not sum to 1."""
     path: str
-    """Folder made by `python -m nemotron_ultra.prep`, or "builtin:python": text of this Python installation."""
+    """Folder made by `nemotron_ultra.prep`, or "builtin:python", text of the Python installation."""
 
 
 @config

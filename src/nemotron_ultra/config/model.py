@@ -155,7 +155,7 @@ def _problems(c: ModelConfig):
 def _moe_problems(c: ModelConfig):
     if c.num_experts_per_tok > c.n_routed_experts:
         yield f"num_experts_per_tok: {c.num_experts_per_tok} is above n_routed_experts {c.n_routed_experts}"
-    if c.n_routed_experts % c.n_group:
+    elif c.n_routed_experts % c.n_group:
         yield f"n_routed_experts: {c.n_routed_experts} is not divisible by n_group {c.n_group}"
     elif c.topk_group > c.n_group:
         yield f"topk_group: {c.topk_group} is above n_group {c.n_group}"

@@ -73,9 +73,8 @@ def _memory(config: RunConfig, machine: Machine, plan: Plan) -> Iterator[str]:
     if plan.training_bytes <= machine.memory_bytes or on_gpu:
         return
     state = plan.weight_bytes + plan.gradient_bytes + plan.optimizer_bytes
-    share = (
-        f", {_size(state / config.cluster.gpus)} on each GPU if spread evenly" if config.cluster.gpus else ""
-    )
+    gpus = config.cluster.gpus
+    share = f", {_size(state / gpus)} on each GPU if spread evenly" if gpus else ""
     yield (
         f"memory: needs {_size(plan.weight_bytes)} for weights, {_size(plan.gradient_bytes)} for gradients, "
         f"{_size(plan.optimizer_bytes)} for the optimizer{share}"
@@ -94,8 +93,8 @@ def _torch_limits(config: RunConfig) -> Iterator[str]:
     elif config.precision.formats != [config.precision.weights]:
         found = ", ".join(config.precision.formats)
         yield (
-            f"precision {config.precision.name}: weights {config.precision.weights} with products in {found}; the "
-            "torch engine computes every layer in the format of its weights"
+            f"precision {config.precision.name}: weights {config.precision.weights}, products in {found}; "
+            "the torch engine computes every layer in the format of its weights"
         )
     for key, used in (
         ("data.alternates", bool(config.data.alternates)),

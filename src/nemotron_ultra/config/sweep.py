@@ -11,10 +11,10 @@ from nemotron_ultra.errors import ConfigError
 
 
 def expand(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """(suffix, overrides) of every run: `a=1,2 b=3` gives ("-a1", [a=1, b=3]) and ("-a2", [a=2, b=3]).
+    """(suffix, overrides) of every run: `a=1,2 b=3` gives ("-a1", [a=1, b=3]), ("-a2", ...).
 
-    The suffix makes names of runs differ; run.name differs by itself, and so does the recipe that a run is named
-    after. Raises ConfigError where nothing has several values.
+    The suffix makes names of runs differ; run.name differs by itself, and so does the recipe that a run is
+    named after. Raises ConfigError where nothing has several values.
     """
     choices = [_values(text) for text in arguments]
     swept = [key for key, values in choices if len(values) > 1]
