@@ -52,7 +52,7 @@ def floor_sum(n: int, m: int, a: int, b: int) -> int:
 class Draws:
     """The sources of the rows of one phase. `weights` need not sum to 1; row 0 is the phase's first row."""
 
-    def __init__(self, weights: list[float], seed: int, phase: int):
+    def __init__(self, weights: list[float], seed: int, key: str):
         total, running, self._bounds = sum(weights), 0.0, [0]
         for weight in weights:
             running += weight
@@ -63,7 +63,7 @@ class Draws:
             if weights[index]:
                 break
             self._bounds[index] = MODULUS
-        self._offset = keyed("blend", seed, phase)
+        self._offset = keyed("blend", seed, key)
 
     def source(self, row: int) -> int:
         """Number of the source that `row` is drawn from."""
@@ -112,7 +112,7 @@ class SourceOrder:
         first = self._first_row(number)
         return (first + int(self.epoch(number).rows[draw - first])) * self.length
 
-    def segments(self, place: int, count: int) -> list[tuple[int, int, int]]:
+    def stretches(self, place: int, count: int) -> list[tuple[int, int, int]]:
         """(document, first token in it, tokens) that make up `count` tokens from `place`."""
         found = []
         number, at = divmod(place, self.tokens)
