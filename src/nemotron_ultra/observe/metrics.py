@@ -59,7 +59,7 @@ class MetricsLog:
     def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        _mend_tail(handle, self.path)
+        _mend_tail(handle)
         return handle
 
     def append(self, row: Mapping[str, object]) -> None:
@@ -81,27 +81,23 @@ class MetricsLog:
     def truncate_after(self, step: int) -> int:
         """Drop rows with a step above `step` (on resume) by writing a new file and renaming it.
 
-        Returns the number of rows dropped.
+        Returns the number of rows dropped; the file is untouched if that is 0.
         """
-        kept, dropped = [], 0
-        for line, row in _lines(self.path):
-            late = isinstance(row.get("step"), int | float) and row["step"] > step
-            dropped += late
-            if not late:
-                kept.append(line)
-        if dropped:
-            self._replace(b"".join(line + b"\n" for line in kept))
-        return dropped
-
-    def _replace(self, content: bytes) -> None:
-        fresh = self.path.with_name(self.path.name + ".tmp")
+        fresh, dropped = self.path.with_name(f".{self.path.name}.tmp"), 0
         with open(fresh, "wb") as out:
-            out.write(content)
+            for line, row in _lines(self.path):
+                late = isinstance(row.get("step"), int | float) and row["step"] > step
+                dropped += late
+                out.write(b"" if late else line + b"\n")
             out.flush()
             os.fsync(out.fileno())
+        if not dropped:
+            fresh.unlink()
+            return 0
         os.replace(fresh, self.path)
         self.close()
         self._file = self._open()
+        return dropped
 
     def close(self) -> None:
         os.close(self._file)
@@ -118,22 +114,28 @@ def read_metrics(path: str | Path) -> list[dict[str, object]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, object]]]:
+    """Each whole line with its row; a last line without its newline is left out if it is no JSON object."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            whole = line.endswith(b"\n")
-            if not line.strip():
-                continue
-            try:
-                yield line.rstrip(b"\n"), decode_row(line)
-            except ValueError as error:
-                if not whole:
-                    return  # cut by a crash
-                raise DataError(
-                    f"{path}, line {number} is not a JSON object", got=error, do="remove that line"
-                ) from error
+            row = _row_or_none(path, number, line)
+            if row is not None:
+                yield line.rstrip(b"\r\n"), row
 
 
-def _mend_tail(handle: int, path: Path) -> None:
+def _row_or_none(path: Path, number: int, line: bytes) -> dict[str, object] | None:
+    if not line.strip():
+        return None
+    try:
+        return decode_row(line)
+    except ValueError as error:
+        if not line.endswith(b"\n"):
+            return None  # cut by a crash
+        raise DataError(
+            f"{path}, line {number} is not a JSON object", got=error, do="remove that line"
+        ) from error
+
+
+def _mend_tail(handle: int) -> None:
     """End the file with a newline: cut a torn last line, complete a whole one."""
     size = os.fstat(handle).st_size
     start, tail = size, b""

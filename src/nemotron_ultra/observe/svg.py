@@ -164,7 +164,8 @@ def _axes(frame: Frame, x_label: str) -> Iterator[str]:
         place = f'x="{frame.x(value):.1f}" y="{base + 15}" text-anchor="middle"'
         yield f'<text class="tick" {place}>{_tick(value)}</text>'
     yield f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>'
-    yield f'<text class="tick" x="{LEFT - 16}" y="{base + 15}" text-anchor="end">{html.escape(x_label)}</text>'
+    place = f'x="{LEFT - 16}" y="{base + 15}" text-anchor="end"'
+    yield f'<text class="tick" {place}>{html.escape(x_label)}</text>'
 
 
 def _y_ticks(frame: Frame) -> list[float]:
