@@ -34,7 +34,7 @@ class Mamba2Mixer(nn.Module):
             groups=config.conv_dim,
             bias=config.use_conv_bias,
         )
-        self.A_log = nn.Parameter(torch.log(torch.arange(1.0, heads + 1)))
+        self.A_log = nn.Parameter(torch.zeros(heads))
         self.D = nn.Parameter(torch.ones(heads))
         self.dt_bias = nn.Parameter(torch.ones(heads))
         self.norm = nn.Module()
