@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
 import torch
 
+from nemotron_ultra import prep
 from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.config.optim import OptimConfig
 from nemotron_ultra.data.batch import TokenBatch
@@ -11,6 +15,7 @@ from nemotron_ultra.engine.schedule import Schedule
 from nemotron_ultra.engine.torch_engine import TorchEngine
 from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.objectives.next_token import NextToken
+from nemotron_ultra.observe.metrics import read_metrics
 
 MODEL = dict(
     pattern="ME*-E",
@@ -82,3 +87,44 @@ def step(engine: TorchEngine, batches: list[TokenBatch]) -> dict[str, float]:
 def weights(model: HybridLM) -> dict[str, torch.Tensor]:
     """A copy of every tensor of the model."""
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def micro_corpus(folder: Path) -> Path:
+    """A prepared corpus of 40 short documents, some of them for validation."""
+    texts = folder / "texts"
+    texts.mkdir(parents=True)
+    draw = random.Random(0)
+    words = ["state", "layer", "token", "expert", "router", "norm", "scan", "chunk"]
+    for number in range(40):
+        text = " ".join(draw.choices(words, k=60))
+        (texts / f"{number:02d}.txt").write_text(f"document {number}: {text}.\n")
+    assert prep.main([str(texts), "--out", str(folder / "corpus"), "--valid-fraction", "0.2"]) == 0
+    return folder / "corpus"
+
+
+def micro_overrides(corpus: Path, run_dir: Path, **changes: object) -> list[str]:
+    """recipe=pretrain shrunk to seconds: 6 steps of 4 rows in 2 micro-batches, a checkpoint every 2 steps."""
+    values: dict[str, object] = {
+        "run.dir": run_dir,
+        "model": "tiny",
+        **{f"model.{name}": value for name, value in MODEL.items()},
+        "data.sequence_length": 48,
+        "data.phases": f"[{{sources: {{text: {{path: {corpus}}}}}}}]",
+        "trainer.steps": 6,
+        "trainer.global_batch_size": 4,
+        "trainer.micro_batch_size": 2,
+        "trainer.validate_every": 3,
+        "trainer.validate_rows": 2,
+        "trainer.checkpoint_every": 2,
+        "trainer.sample_tokens": 4,
+        "schedule.warmup_tokens": 0,
+        "schedule.decay_tokens": 400,
+        "engine.device": "cpu",
+        "engine.threads": 1,
+    }
+    return [f"{key}={value}" for key, value in (values | changes).items()]
+
+
+def losses(run_dir: Path, name: str = "pretrain") -> list[tuple[int, float]]:
+    """(step, loss) of a run's metrics.jsonl, in file order."""
+    return [(row["step"], row["loss"]) for row in read_metrics(run_dir / name / "metrics.jsonl")]
