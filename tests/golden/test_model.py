@@ -1,9 +1,10 @@
-"""Every case of golden/model (but decoding) within the bounds that were measured for it: float32 and float64."""
+"""Every case of golden/model but decoding, within its measured bounds, in float32 and float64."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ LOGITS = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 
 class Case:
-    """A golden folder. NEMOTRON_ULTRA_GOLDEN may name another set of the same layout, with cases of its own."""
+    """A golden folder. NEMOTRON_ULTRA_GOLDEN may name another set of the same layout."""
 
     def __init__(self, golden: Path, name: str):
         self.path = golden / "model" / name
@@ -133,7 +134,7 @@ def test_padding_on_either_side(golden, side):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padded_batch_computes_its_real_tokens(golden, side):
-    """The peer's loss of left padding also counts the last padding position's guess of the first token: ours does not."""
+    """The peer's loss of left padding also counts what padding guesses of the first token; ours does not."""
     case = Case(golden, "e_padded")
     model, real_BS = case.model(), case[f"{side}.attention_mask"].bool()
     batch = documents(case[f"{side}.input_ids"], case[f"{side}.labels"], real_BS)
@@ -157,7 +158,7 @@ def test_packed_training(golden):
     case = Case(golden, "i_packed")
     bounds, model = case["packed.cu_seqlens"].tolist(), case.model()
     ids = case["packed.input_ids"][0].tolist()
-    batch = TokenBatch.from_documents([ids[a:b] for a, b in zip(bounds, bounds[1:], strict=False)])
+    batch = TokenBatch.from_documents([ids[a:b] for a, b in pairwise(bounds)])
     output, loss, _ = loss_of(model, batch)
     close(loss, case["packed.loss"], 1e-5, "loss")
     for i, hidden in enumerate(output.trace.hidden):

@@ -119,7 +119,7 @@ class HybridLM(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Dtype of activations: that of the weights, but float32 for 16-bit ones on a CPU (26 x slower there)."""
+        """Dtype of activations: the weights', but float32 for 16-bit ones on a CPU (26 x slower there)."""
         weight = self.backbone.embeddings.weight
         return (
             torch.promote_types(weight.dtype, torch.float32) if weight.device.type == "cpu" else weight.dtype

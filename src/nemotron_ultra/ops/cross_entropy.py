@@ -41,6 +41,15 @@ def chunk_logits(hidden_nD: Tensor, head_VD: Tensor, buffer: Tensor) -> Tensor:
     return buffer[: hidden_nD.shape[0]].copy_(hidden_nD @ head_VD.T)
 
 
+def softmax_(logits_nV: Tensor) -> Tensor:
+    """Softmax over the last axis, in place. Its largest entry is exp(max - logsumexp), so no second sum is
+    needed.
+
+    torch.softmax exponentiates several times faster than torch.exp on a CPU.
+    """
+    return torch.softmax(logits_nV, -1, out=logits_nV)
+
+
 def logits_dtype(hidden_TD: Tensor) -> torch.dtype:
     return torch.promote_types(hidden_TD.dtype, torch.float32)
 
@@ -66,12 +75,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             label_logit_n1 = logits_nV.gather(1, label_n1)
             top_n1 = logits_nV.amax(1, keepdim=True)
             correct_T[a:b] = (label_logit_n1 >= top_n1)[:, 0]
-            sum_n1 = logits_nV.sub_(top_n1).exp_().sum(1, keepdim=True)
-            nll_T[a:b] = (sum_n1.log() + (top_n1 - label_logit_n1))[:, 0]
+            p_nV = softmax_(logits_nV)
+            nll_T[a:b] = (top_n1 - p_nV.amax(1, keepdim=True).log() - label_logit_n1)[:, 0]
             if wants:
                 w_n1 = weight_T[a:b, None]
-                logits_nV.mul_(w_n1 / sum_n1).scatter_add_(1, label_n1, -w_n1)
-                grad_nV = logits_nV.to(hidden_TD.dtype)
+                p_nV.mul_(w_n1).scatter_add_(1, label_n1, -w_n1)
+                grad_nV = p_nV.to(hidden_TD.dtype)
                 torch.mm(grad_nV, head, out=dhidden_TD[a:b])
                 accumulate_head(dhead_VD, grad_nV, hidden_TD[a:b])
         ctx.grads = (dhidden_TD, dhead_VD)
