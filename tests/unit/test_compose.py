@@ -20,7 +20,9 @@ def refused(*overrides: str, recipe: str = "pretrain", config_dir: Path | None =
 
 
 def test_overrides_of_options_and_values():
-    config = load_recipe("pretrain", ["model=nano", "trainer.steps=1e3", "+optim.clip=0.5", "log.sinks=[wandb]"])
+    config = load_recipe(
+        "pretrain", ["model=nano", "trainer.steps=1e3", "+optim.clip=0.5", "log.sinks=[wandb]"]
+    )
     assert config.model.hidden_size == 2688 and config.trainer.steps == 1000
     assert config.optim.clip == 0.5 and config.log.sinks == ["wandb"]
     assert config.recipe == config.run.name == "pretrain"
@@ -71,7 +73,10 @@ def test_mistakes_in_options_words_and_values_come_together():
         ("run.dir=${oc.env:NEMOTRON_ULTRA_NO_SUCH}", "run.dir: KeyError raised while resolving"),
         ("trainer.steps=???", "trainer.steps: Missing mandatory value"),
         ("model.hidden_size.x=3", "model.hidden_size: got {'x': 3}; allowed: whole number > 0"),
-        ("data.phases.0.nothing=1", "data.phases.0.nothing: unknown key, got 1; allowed: until_tokens, sources"),
+        (
+            "data.phases.0.nothing=1",
+            "data.phases.0.nothing: unknown key, got 1; allowed: until_tokens, sources",
+        ),
         ("data.phases.7.sources=1", "data.phases.7.sources: cannot be set"),
         ("steps=9", "steps: unknown key, got 9 (did you mean 'trainer.steps'?)"),
         ("trainer.steps=1,2", "trainer.steps: several values in trainer.steps=1,2; -m runs them one by one"),

@@ -39,7 +39,11 @@ MISTAKES = [
     (ModelConfig, {"pattern": "M", "vocab_size": 64}, "hidden_size: missing; allowed: whole number > 0"),
     (TrainerConfig, {**TRAINER, "micro_batch_size": 3}, "global_batch_size: 4 is not a multiple of"),
     (TrainerConfig, {**TRAINER, "steps": 0}, "steps: got 0; allowed: whole number > 0"),
-    (TrainerConfig, {**TRAINER, "checkpoint_every": 4, "keep_every": 6}, "keep_every: 6 is not a multiple of"),
+    (
+        TrainerConfig,
+        {**TRAINER, "checkpoint_every": 4, "keep_every": 6},
+        "keep_every: 6 is not a multiple of",
+    ),
     (OptimConfig, {"lr": math.nan}, "lr: got nan"),
     (OptimConfig, {"lr": math.inf}, "lr: got inf"),
     (OptimConfig, {"lr": 1, "betas": [0.9, 1.0]}, "betas.1: got 1.0; allowed: number >= 0 and < 1"),
@@ -65,7 +69,11 @@ MISTAKES = [
     (ParallelConfig, {"sequence": True}, "sequence: true has no effect with tensor 1"),
     (PrecisionConfig, {"name": "x", "default": "fp4"}, "default: got 'fp4'"),
     (PrecisionConfig, {"name": "x", "default": "nvfp4"}, "nvfp4: null, but a rule uses the format"),
-    (EngineConfig, {"name": "torch", "megatron": {}}, "megatron: these options have no effect with name=torch"),
+    (
+        EngineConfig,
+        {"name": "torch", "megatron": {}},
+        "megatron: these options have no effect with name=torch",
+    ),
 ]
 
 
@@ -154,7 +162,9 @@ def test_every_key_has_a_text_and_a_readable_type():
     keys = list(all_keys())
     assert len(keys) > 120
     assert not [key.path for key in keys if not key.text.endswith((".", "null", "`"))]
-    assert not [key for key in keys if "<" in key.type.replace("< ", "").replace("<= ", "") or "typing" in key.type]
+    assert not [
+        key for key in keys if "<" in key.type.replace("< ", "").replace("<= ", "") or "typing" in key.type
+    ]
     assert field_texts(OptimConfig)["lr"] == "Peak learning rate."
 
 

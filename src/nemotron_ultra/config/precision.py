@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -9,6 +11,7 @@ from pydantic import Field, model_validator
 from nemotron_ultra.config.base import NonNegative, config
 
 Format = Literal["fp32", "bf16", "mxfp8", "nvfp4"]
+PRECISE: tuple[Format, ...] = ("nvfp4", "mxfp8", "bf16", "fp32")
 
 
 @config
@@ -42,9 +45,9 @@ class PrecisionConfig:
     rules: list[PrecisionRule] = Field(default_factory=list)
     """Ordered rules; the first match wins."""
     last_layers: NonNegative = 0
-    """Layers at the end of the stack that stay in `last_layers_format`."""
+    """Layers at the end of the stack whose modules get at least `last_layers_format`."""
     last_layers_format: Format = "bf16"
-    """Format of the last layers."""
+    """Lowest format inside the last layers."""
     gradients: Literal["fp32"] = "fp32"
     """Accumulation and reduction of gradients (report 2.7: BF16 loses the 0.05-scaled MTP gradient)."""
     nvfp4: Nvfp4Config | None = None
@@ -55,6 +58,14 @@ class PrecisionConfig:
         """Every format that the policy can give to a product, without repeats."""
         tail = [self.last_layers_format] if self.last_layers else []
         return list(dict.fromkeys([self.default, *(rule.format for rule in self.rules), *tail]))
+
+    def format_of(self, module: str, num_layers: int) -> Format:
+        """Format of a module named as in the checkpoint, such as backbone.layers.3.mixer.in_proj."""
+        found = next((rule.format for rule in self.rules if fnmatchcase(module, rule.match)), self.default)
+        layer = re.match(r"backbone\.layers\.(\d+)\.", module)
+        if layer and int(layer[1]) >= num_layers - self.last_layers:
+            return max(found, self.last_layers_format, key=PRECISE.index)
+        return found
 
     @model_validator(mode="after")
     def _nvfp4_is_described(self) -> PrecisionConfig:
