@@ -1,4 +1,4 @@
-"""Every recipe composes, validates and round-trips; the Ultra recipes equal stored files and the report's numbers.
+"""Every recipe composes and round-trips; the Ultra recipes equal stored files and the report's numbers.
 
 After a wanted change: `python tests/recipes/test_recipes_compose.py` writes the stored files again.
 """

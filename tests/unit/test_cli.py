@@ -166,9 +166,8 @@ def test_sweep_names_each_run():
     assert runs[2][1] == ["recipe=pretrain", "optim.lr=0.003", "trainer.steps=5", "~run.dir", "run.seed=1"]
     assert [s for s, _ in sweep.expand(["recipe=a,b"])] == ["", ""]
     assert [s for s, _ in sweep.expand(["recipe=a,b", "run.name=x"])] == ["-recipea", "-recipeb"]
-    assert [s for s, _ in sweep.expand(["trainer.steps=1,2", "other.steps=3,4"])][
-        0
-    ] == "-trainer.steps1-other.steps3"
+    first, *_ = sweep.expand(["trainer.steps=1,2", "other.steps=3,4"])
+    assert first[0] == "-trainer.steps1-other.steps3"
     assert len(sweep.expand(["trainer.steps=range(1,4)"])) == 3
     with pytest.raises(ConfigError, match="no key has several values"):
         sweep.expand(["trainer.steps=5"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -184,3 +187,8 @@ def test_lines_of_is_usable_alone():
     with pytest.raises(ValidationError) as caught:
         TypeAdapter(OptimConfig).validate_python({})
     assert lines_of(caught.value, OptimConfig) == ["lr: missing; allowed: number > 0"]
+
+
+def test_reference_page_is_up_to_date():
+    script = Path(__file__).resolve().parents[2] / "scripts" / "make_config_reference.py"
+    assert subprocess.run([sys.executable, str(script), "--check"]).returncode == 0

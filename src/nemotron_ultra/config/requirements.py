@@ -62,7 +62,9 @@ def _devices(config: RunConfig, machine: Machine) -> Iterator[str]:
     cluster = config.cluster
     if cluster.gpus > len(machine.gpus):
         kind = f" {cluster.gpu}" if cluster.gpu else " GPUs"
-        yield f"devices: needs {cluster.nodes:,} nodes x {cluster.gpus_per_node}{kind} = {cluster.gpus:,} GPUs"
+        yield (
+            f"devices: needs {cluster.nodes:,} nodes x {cluster.gpus_per_node}{kind} = {cluster.gpus:,} GPUs"
+        )
     elif config.engine.device == "cuda" and not machine.gpus:
         yield "devices: needs a GPU (engine.device=cuda); engine.device=auto takes the CPU"
 
