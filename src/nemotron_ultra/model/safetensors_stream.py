@@ -23,7 +23,7 @@ from nemotron_ultra.errors import CheckpointError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 2 << 20
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
