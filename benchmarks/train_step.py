@@ -4,7 +4,7 @@
 
 Each side is a process of its own (so peak memory is its own); the parent lets them step in turn. First both
 compute one row of the batch and losses and gradients are compared (on the whole batch a router tie may fall
-the other way). The peer's dt limits are set from the config, as published; its own clamp changes only results.
+the other way). The peer's dt limits are set from the config, as published.
 """
 
 from __future__ import annotations

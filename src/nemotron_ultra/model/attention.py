@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.model.linear import Linear
-from nemotron_ultra.ops.attention import causal_attention
 from nemotron_ultra.ops.segments import Segments
+from nemotron_ultra.ops.table import choose
 
 
 class Attention(nn.Module):
@@ -16,6 +16,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.head_dim = config.head_dim
+        self.attend = choose("attention").function
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
         self.q_proj = Linear(config.hidden_size, queries)
@@ -27,4 +28,4 @@ class Attention(nn.Module):
         q, k, v = (
             proj(x_TD).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.o_proj(causal_attention(q, k, v, segments).flatten(1))
+        return self.o_proj(self.attend(q, k, v, segments).flatten(1))

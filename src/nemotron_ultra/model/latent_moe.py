@@ -13,8 +13,8 @@ from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.model.linear import Linear
 from nemotron_ultra.model.mlp import MLP
 from nemotron_ultra.model.router import Router, Routing
-from nemotron_ultra.ops.experts import routed_experts
 from nemotron_ultra.ops.segments import Segments
+from nemotron_ultra.ops.table import choose
 
 
 class Experts(nn.Module):
@@ -23,11 +23,12 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         experts, hidden, width = config.n_routed_experts, config.moe_intermediate_size, config.expert_width
+        self.run = choose("experts").function
         self.up_proj = nn.Parameter(torch.empty(experts, hidden, width))
         self.down_proj = nn.Parameter(torch.empty(experts, width, hidden))
 
     def forward(self, x_TL: Tensor, routing: Routing) -> Tensor:
-        return routed_experts(x_TL, routing.indices_TK, routing.weights_TK, self.up_proj, self.down_proj)
+        return self.run(x_TL, routing.indices_TK, routing.weights_TK, self.up_proj, self.down_proj)
 
 
 class LatentMoE(nn.Module):
