@@ -107,7 +107,7 @@ METRICS: tuple[Metric, ...] = (
         "share",
         "training FLOPs of the step (3 x forward) / seconds / the matmul FLOP/s measured at start "
         "on this machine",
-        "0.3 to 0.7 on a CPU, 0.3 to 0.5 on a GPU",
+        "steady; 0.3 to 0.6 on a CPU",
         "below: the step is bound by memory or small products; above 1: the machine was busy while "
         "it was measured",
     ),
@@ -124,8 +124,8 @@ METRICS: tuple[Metric, ...] = (
         "busiest expert's tokens / mean tokens of an expert in MoE layer <k>, global batch; "
         "backbone layers first, "
         "then MTP (report 2.7)",
-        "1 to E/k (23.27 for Ultra and Super, 21.33 for Nano); Nano about 1.3, Super about 2, "
-        "Ultra's median 1.2",
+        "1 to E/k (23.27 for Ultra and Super, 21.33 for Nano); the report gives 1.3 for Nano, 2 for Super, "
+        "a median of 1.2 for Ultra, without saying by which definition",
         "near E/k: the layer sends every token to the same experts; its bias update or its router is broken",
     ),
     Metric(
@@ -139,15 +139,15 @@ METRICS: tuple[Metric, ...] = (
         "moe/max_vio_median",
         "",
         "median over MoE layers of max_vio",
-        "falls in the first hundred steps, then steady (Ultra: max_load about 1.2 throughout)",
+        "falls in the first hundred steps, then steady (report: about 1.2 throughout Ultra, "
+        "definition not given)",
         "rises: router_bias_rate too small or off, or a data shift",
     ),
     Metric(
         "moe/max_vio_max",
         "",
         "largest max_vio of all MoE layers",
-        "a few times the median; Ultra's first MoE layer climbed from 4.8 to about 12 (as max_load) "
-        "by 12T tokens",
+        "a few times the median; Ultra's first MoE layer climbed from 4.8 to about 12 by 12T tokens",
         "climbs while the median stays: one layer, in the report the first, drifts; correlated with "
         "trouble there, "
         "not shown to cause it (2.7)",

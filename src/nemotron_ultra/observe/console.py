@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,8 +32,9 @@ class Console:
     def __init__(self, total_steps: int, every: int = 1, stream: TextIO | None = None):
         self.total_steps, self.every = total_steps, max(1, every)
         self._stream = sys.stdout if stream is None else stream
+        self._lock = threading.Lock()  # sinks report from their threads
         self._live = _is_terminal(self._stream)
-        self._colour = self._live and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self._colour = self._live and not os.environ.get("NO_COLOR")
         self._bar = ""
         self._bar_time = 0.0
         self._first: tuple[int, float] | None = None
@@ -170,17 +172,24 @@ class Console:
             self._write("\r\033[K")
 
     def _print(self, text: str) -> None:
-        bar, self._bar = self._bar, ""
-        self._write(("\r\033[K" if bar else "") + text + "\n" + bar)
-        self._bar = bar
+        erase, again = ("\r\033[K", self._bar) if self._bar else ("", "")
+        self._write(f"{erase}{text}\n{again}")
 
     def _write(self, text: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        try:
-            self._stream.write(text.encode(encoding, "replace").decode(encoding))
-            self._stream.flush()
-        except (OSError, ValueError):  # the terminal or pipe is gone; the run and metrics.jsonl go on
-            self._stream, self._live, self._colour, self._bar = open(os.devnull, "w"), False, False, ""  # noqa: SIM115
+        with self._lock:
+            try:
+                self._stream.write(text.encode(encoding, "replace").decode(encoding))
+                self._stream.flush()
+            except (OSError, ValueError):  # a closed pipe or terminal: the run and metrics.jsonl go on
+                self._mute()
+
+    def _mute(self) -> None:
+        """Send all further output nowhere, also what the interpreter flushes when it ends."""
+        nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        if self._stream is sys.__stdout__ and not self._stream.closed:
+            os.dup2(nowhere.fileno(), self._stream.fileno())
+        self._stream, self._live, self._colour, self._bar = nowhere, False, False, ""
 
 
 def step_of(row: Mapping[str, object]) -> int:
@@ -196,6 +205,6 @@ def _wrap(text: str, width: int) -> list[str]:
 
 def _is_terminal(stream: TextIO) -> bool:
     try:
-        return stream.isatty()
+        return stream.isatty() and os.environ.get("TERM") != "dumb"
     except ValueError:  # closed
         return False

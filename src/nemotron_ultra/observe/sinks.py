@@ -166,6 +166,8 @@ class Sink:
 
     def _launch(self) -> None:
         self._worker = Worker(self.name, self._place, self._options)
+        if self._failed.is_set():  # the run gave it up while it was being started
+            self._worker.kill()
         if self._worker.receive(self._start_seconds) is None:
             raise TimeoutError(f"no answer within {self._start_seconds:.0f} s")
 
