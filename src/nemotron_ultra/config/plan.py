@@ -190,32 +190,30 @@ def layer_flops(c: ModelConfig, letter: str, sequence_length: int) -> float:
 def activation_bytes(c: ModelConfig, tokens: int, element_bytes: int = 4, recompute: bool = False) -> int:
     """Estimate of what one forward of `tokens` tokens keeps for its backward, in bytes.
 
-    Elements per token, D width, d Mamba inner width, Q chunk: each layer 2 D (stream and norm); Mamba in_proj
-    and convolution outputs, heads x Q of decayed scores, d N / Q of chunk states, 2 d (scan and gated norm);
-    attention q, k, v, output; MoE E scores, 2 latents, K (2 latents + 2 F), 2 shared; dense MLP 2 F. Each MTP
-    depth adds its layers and 4 D. With `recompute` every layer keeps D, and one layer at a time the rest. The
-    head works in chunks and keeps nothing.
+    Elements per token: each layer 2 D (stream and norm); a Mamba layer its in_proj and convolution outputs,
+    d (scan) and d N / Q of chunk states (d inner width, Q chunk); attention q, k, v and output; MoE 2 E scores,
+    2 latents, K F, the shared expert's width; dense MLP F. Each MTP depth adds its layers and 5 D. With
+    `recompute` every layer keeps D, and one layer at a time the rest. The head works in chunks, keeping nothing.
     """
     letters = c.pattern + c.mtp_pattern * c.depths
     kept = [_kept_elements(c, letter) for letter in letters]
     elements = len(letters) * c.hidden_size + max(kept) if recompute else sum(kept)
-    elements += c.depths * 4 * c.hidden_size
+    elements += c.depths * 5 * c.hidden_size
     return element_bytes * tokens * elements
 
 
 def _kept_elements(c: ModelConfig, letter: str) -> int:
     stream = 2 * c.hidden_size
     if letter == "M":
-        inner, chunk = c.mamba_inner, c.chunk_size
-        scan = c.mamba_num_heads * chunk + -(-inner * c.ssm_state_size // chunk)
-        return stream + inner + c.conv_dim + c.mamba_num_heads + c.conv_dim + scan + 2 * inner
+        inner = c.mamba_inner
+        states = -(-inner * c.ssm_state_size // c.chunk_size)
+        return stream + (inner + c.conv_dim + c.mamba_num_heads) + c.conv_dim + inner + states
     if letter == "*":
         return stream + 2 * c.head_dim * (c.num_attention_heads + c.num_key_value_heads)
     if letter == "-":
-        return stream + 2 * c.intermediate_size
-    routed = c.num_experts_per_tok * 2 * (c.expert_width + c.moe_intermediate_size)
-    shared = 2 * c.moe_shared_expert_intermediate_size
-    return stream + c.n_routed_experts + 2 * c.expert_width + routed + shared
+        return stream + c.intermediate_size
+    routed = c.num_experts_per_tok * c.moe_intermediate_size
+    return stream + 2 * (c.n_routed_experts + c.expert_width) + routed + c.moe_shared_expert_intermediate_size
 
 
 def _active(c: ModelConfig, specs: list[TensorSpec]) -> int:
