@@ -1,4 +1,8 @@
-"""`python -m nemotron_ultra.report RUN [RUN] [--out FILE]`: one self-contained HTML page of runs."""
+"""`python -m nemotron_ultra.report RUN [RUN ...] [--out FILE]`: one self-contained HTML page of runs.
+
+Works while a run goes on. Several runs are laid over each other, with the keys in which their configurations
+differ.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,30 @@ from nemotron_ultra.observe.html import write_report
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page and print its place; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m nemotron_ultra.report", description=__doc__)
+    """Write the page and print its place. Returns the exit code: 2 no run or bad option, 3 no metrics."""
+    about, _, more = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m nemotron_ultra.report", description=more.strip() or about, allow_abbrev=False
+    )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/pretrain")
-    parser.add_argument("--out", metavar="FILE", help="page to write (default: report.html in the first run)")
+    parser.add_argument(
+        "--out", metavar="FILE", help="page to write; default: in the folder of the first run"
+    )
     options = parser.parse_args(arguments)
+    runs = [Path(run) for run in options.runs]
     try:
-        page = write_report(options.runs, options.out or Path(options.runs[0]) / "report.html")
+        page = write_report(runs, options.out or default_page(runs))
     except NemotronError as error:
         print(f"report: {error}", file=sys.stderr)
         return error.exit_code
     print(page)
     return 0
+
+
+def default_page(runs: list[Path]) -> Path:
+    """report.html in the run's folder; for several runs a name of its own beside it."""
+    others = "_".join(run.resolve().name for run in runs[1:])
+    return runs[0] / (f"report_with_{others}.html" if others else "report.html")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def _keys(runs: Sequence[RunData], template: str) -> list[str]:
 
 
 def _depth(key: str) -> str:
-    return "".join(filter(str.isdigit, key.partition("mtp_")[2].partition("/")[0]))
+    return "".join(filter(str.isdecimal, key.partition("mtp_")[2].partition("/")[0]))
 
 
 def _references(runs: Sequence[RunData], keys: Keys) -> list[tuple[str, float]]:
@@ -133,7 +133,7 @@ def _profile(runs: Sequence[RunData]) -> str:
     """Residual norm over depth, at the first and the last logged step."""
     lines = []
     for number, run in enumerate(runs):
-        layers = {int(name): curve for name, curve in run.numbered("residual/").items() if name.isdigit()}
+        layers = {int(name): curve for name, curve in run.numbered("residual/").items() if name.isdecimal()}
         if not layers:
             continue
         for place, (index, when) in enumerate(((-1, "last step"), (0, "first step"))):
@@ -170,7 +170,7 @@ def _bucket_means(curve, column: dict[int, int], count: int) -> list[float]:
 
 
 def _layer_label(run: RunData, name: str) -> str:
-    letter = run.pattern[int(name)] if name.isdigit() and int(name) < len(run.pattern) else ""
+    letter = run.pattern[int(name)] if name.isdecimal() and int(name) < len(run.pattern) else ""
     return f"{name} {letter}" if letter in BLOCK_LETTERS else name
 
 

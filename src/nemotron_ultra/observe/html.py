@@ -13,12 +13,14 @@ from pathlib import Path
 
 import yaml
 
+from nemotron_ultra.errors import ConfigError, DataError
 from nemotron_ultra.observe import charts, svg, tables
 from nemotron_ultra.observe.numbers import compact, duration, fixed
-from nemotron_ultra.observe.run_data import RunData, config_differences, find_key, load_run
+from nemotron_ultra.observe.run_data import RunData, config_differences, load_run
 from nemotron_ultra.observe.style import CSS, SCRIPT
 
 _SHOWN_SAMPLES = 5
+_MARK = '<meta name="generator" content="nemotron_ultra.report">'
 # Facts of run.json that get a table of their own, by key; everything else is listed under "Other facts".
 _TABLES = {
     "precision": "Precision",
@@ -35,14 +37,32 @@ def write_report(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     """Write the page of `run_dirs` (the first is the one compared with) to `out`, whole or not at all.
 
     Works on a run in progress, on one metric row, and without run.json, config.yaml or samples.jsonl.
-    Errors: ConfigError for a folder that is no run, DataError for a run without metrics.
+    Errors: ConfigError for a folder that is no run or an `out` that is no page of ours, DataError for a run
+    without metrics or a disk that cannot be written.
     """
     out = Path(out)
+    check_page(out)
     page = render([load_run(folder) for folder in run_dirs])
     fresh = out.with_name(f".{out.name}.tmp")
-    fresh.write_text(page, encoding="utf-8")
-    os.replace(fresh, out)
+    try:
+        fresh.write_text(page, encoding="utf-8")
+        os.replace(fresh, out)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise DataError(
+            f"cannot write {out}", got=error.strerror, do="name another file with --out"
+        ) from error
     return out
+
+
+def check_page(out: Path) -> None:
+    """Raise ConfigError unless `out` is free or a page of ours: nothing else is ever overwritten."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is not a folder", do="make it, or name another file with --out")
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder", do="name a file with --out")
+    if out.exists() and _MARK.encode() not in out.read_bytes()[:400]:
+        raise ConfigError(f"{out} exists and is not a report page", do="name another file with --out")
 
 
 def render(runs: Sequence[RunData]) -> str:
@@ -64,7 +84,7 @@ def render(runs: Sequence[RunData]) -> str:
     script = SCRIPT % {"left": svg.LEFT, "right": svg.RIGHT, "top": svg.TOP, "bottom": svg.BOTTOM}
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'{_MARK}<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{CSS}</style></head><body><main>{''.join(body)}"
         f"<footer>nemotron_ultra report, written {time.strftime('%Y-%m-%d %H:%M')}</footer></main>"
         f"<script>{script}</script></body></html>\n"
@@ -250,6 +270,3 @@ def _median(run: RunData, key: str) -> float | None:
 def _share(run: RunData) -> str:
     share = _median(run, "matmul_share")
     return f"{100 * share:.0f} % of the matmul limit" if share is not None else ""
-
-
-__all__ = ["find_key", "key_figures", "load_run", "render", "write_report"]

@@ -185,4 +185,4 @@ def _object(value: object) -> dict[str, object]:
 
 
 def _number_first(name: str) -> tuple[int, int, str]:
-    return (0, int(name), "") if name.isdigit() else (1, 0, name)
+    return (0, int(name), "") if name.isdecimal() else (1, 0, name)
