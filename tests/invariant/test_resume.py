@@ -29,7 +29,7 @@ def uninterrupted(corpus, tmp_path_factory):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_resumed_equals_uninterrupted_bit_for_bit(corpus, tmp_path, dtype):
     """A schedule of fixed length, so that stopping early does not change it."""
-    shared = {"schedule.total_tokens": 6 * 192, "precision.weights": dtype}
+    shared = {"schedule.total_tokens": 6 * 192, "precision": dtype}
     assert pretrain(corpus, tmp_path / "whole", **shared) == 0
     assert pretrain(corpus, tmp_path / "parts", **shared, **{"trainer.steps": 3}) == 0
     assert pretrain(corpus, tmp_path / "parts", **shared) == 0

@@ -46,6 +46,12 @@ def test_latest_ignores_interrupted_saves_and_keep_last_removes_old_ones(tmp_pat
     assert not interrupted.exists()
 
 
+def test_keep_every_keeps_for_good(tmp_path):
+    for step in range(1, 8):
+        save(tmp_path, step, keep_last=1, keep_every=3)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [3, 6, 7]
+
+
 def test_no_run_has_no_checkpoint(tmp_path):
     assert latest_checkpoint(tmp_path / "nothing") is None
 

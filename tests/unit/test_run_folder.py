@@ -19,7 +19,9 @@ def config_of(tmp_path: Path, *overrides: str, **changes: object):
 
 
 def begin(config):
-    RunFolder.open(config).close()
+    """Start a run and leave a step's row in it."""
+    with RunFolder.open(config) as folder:
+        (folder.path / "metrics.jsonl").write_text('{"step": 1, "loss": 8.0}\n')
 
 
 def test_new_run_writes_its_configuration(tmp_path):
@@ -121,10 +123,27 @@ def test_resume_never_and_must(tmp_path):
 
 def test_start_that_was_killed_at_once_begins_again(tmp_path):
     config = config_of(tmp_path)
-    begin(config)
+    RunFolder.open(config).close()
     (tmp_path / "pretrain" / "run.json").unlink()
     begin(config)
     assert (tmp_path / "pretrain" / "run.json").exists()
+
+
+def test_a_run_without_a_step_binds_nobody(tmp_path):
+    RunFolder.open(config_of(tmp_path)).close()
+    changed = config_of(tmp_path, **{"optim.lr": 1e-4})
+    RunFolder.open(changed).close()
+    assert read_config(tmp_path / "pretrain" / "config.yaml") == changed
+
+
+def test_an_error_before_the_first_step_leaves_no_folder(tmp_path):
+    with RunFolder.open(config_of(tmp_path)) as folder:
+        folder.leave_no_trace()
+    assert not (tmp_path / "pretrain").exists()
+    begin(config_of(tmp_path))
+    with RunFolder.open(config_of(tmp_path)) as folder:
+        folder.leave_no_trace()
+    assert (tmp_path / "pretrain" / "metrics.jsonl").exists()
 
 
 def test_two_processes_cannot_write_one_run(tmp_path):

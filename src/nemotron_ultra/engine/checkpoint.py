@@ -64,10 +64,11 @@ def save_checkpoint(
     *,
     save_weights: Callable[[Path], None] | None = None,
     keep_last: int = 2,
+    keep_every: int = 0,
 ) -> Path:
     """Write `parts`, and the weights by `save_weights(folder)`, as the checkpoint of `step`.
 
-    The newest `keep_last` checkpoints stay.
+    The newest `keep_last` checkpoints stay, and those whose step is a multiple of `keep_every`.
     Raises CheckpointError, with earlier checkpoints intact, if the disk is full or cannot be written.
     """
     target = step_folder(run_dir, step)
@@ -86,8 +87,9 @@ def save_checkpoint(
     except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise _cannot_write(target, error) from error
-    for _, old in list_checkpoints(run_dir)[:-keep_last]:
-        _retire(old)
+    for number, old in list_checkpoints(run_dir)[:-keep_last]:
+        if not keep_every or number % keep_every:
+            _retire(old)
     _clean(target.parent)
     return target
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
+from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.data.batch import TokenBatch
 from nemotron_ultra.data.blend import BlendStream
@@ -25,6 +26,10 @@ from nemotron_ultra.observe.console import Console
 from nemotron_ultra.trainers.hooks import Hook
 from nemotron_ultra.trainers.run_folder import RunFolder
 
+_ONLY_FOR_FRESH_WEIGHTS = {
+    *("initializer_range", "rescale_prenorm_residual", "time_step_min", "time_step_max", "time_step_floor"),
+    "max_position_embeddings",
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -65,10 +70,11 @@ def build_model(config: RunConfig, device: torch.device) -> HybridLM:
     dtype = DTYPES[config.precision.weights]
     if config.run.init_from:
         model = load_model(config.run.init_from, dtype=dtype, device=device)
-        if model.config != config.model:
+        different = _differences(model.config, config.model)
+        if different:
             raise ConfigError(
                 "run.init_from holds another model than the configuration asks for",
-                got=_differences(model.config, config.model),
+                got="; ".join(different[:6]),
                 do="choose the model option that those weights belong to",
             )
         return model
@@ -115,6 +121,7 @@ def save_run(run: Run, hooks: Sequence[Hook]) -> Path:
         parts,
         save_weights=lambda path: save_model(engine.model, path),
         keep_last=run.config.trainer.keep_last,
+        keep_every=run.config.trainer.keep_every,
     )
 
 
@@ -128,21 +135,26 @@ def resume_run(run: Run, hooks: Sequence[Hook]) -> int:
         return 0
     parts = load_checkpoint(checkpoint)
     saved = load_model(checkpoint / "model", dtype=DTYPES[run.config.precision.weights], verify=False)
-    if saved.config != run.engine.model.config:
+    weights = saved.state_dict()
+    if _shapes(weights) != _shapes(run.engine.model.state_dict()):
         raise CheckpointError(
             f"{checkpoint} holds another model than the configuration asks for",
-            got=_differences(saved.config, run.engine.model.config),
+            got="; ".join(_differences(saved.config, run.engine.model.config)[:6]),
             do="take the old model options, or choose another run.name",
         )
-    run.engine.load_state_dict(parts["engine"] | {"model": saved.state_dict()})
+    run.engine.load_state_dict(parts["engine"] | {"model": weights})
     run.stream.load_state_dict(parts["stream"], allow_change=run.config.run.allow_config_change)
     for hook in hooks:
         hook.load_state_dict(parts["hooks"].get(type(hook).__name__, {}))
     return run.engine.step
 
 
-def _differences(found: Any, wanted: Any) -> str:
-    names = [name for name in vars(wanted) if getattr(found, name, None) != getattr(wanted, name)]
-    return ", ".join(
-        f"{name}: {getattr(found, name)} there, {getattr(wanted, name)} asked" for name in names[:6]
-    )
+def _differences(found: ModelConfig, wanted: ModelConfig) -> list[str]:
+    """Lines for the fields that matter once weights are there."""
+    names = [f.name for f in fields(wanted) if f.name not in _ONLY_FOR_FRESH_WEIGHTS]
+    pairs = [(name, getattr(found, name), getattr(wanted, name)) for name in names]
+    return [f"{name}: {old} there, {new} asked" for name, old, new in pairs if old != new]
+
+
+def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}

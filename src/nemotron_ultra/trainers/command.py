@@ -4,9 +4,13 @@ lines.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from nemotron_ultra.config.run import RunConfig
+from nemotron_ultra.errors import NemotronError
 from nemotron_ultra.observe.console import Console
 from nemotron_ultra.observe.html import write_report
 from nemotron_ultra.trainers.hooks import SavedOnSignal
@@ -22,27 +26,35 @@ def in_run_folder(config: RunConfig, train: Train) -> int:
     with RunFolder.open(config) as folder:
         if folder.finished_steps >= steps:
             console.note(f"this run is finished: {folder.finished_steps} of {steps} steps")
-            console.done(folder.path, next_commands(config, folder))
-            return 0
+            return _finish(config, folder, console)
         try:
             train(config, folder, console)
+        except NemotronError:
+            folder.leave_no_trace()
+            raise
         except SavedOnSignal as saved:
             console.note(f"{saved.name}: step {saved.step} of {steps} is finished and saved")
             console.done(folder.path, f"{this_command(config)}   (the same command continues)")
             return saved.code
         folder.record(finished=now(), finished_steps=steps)
         write_report([folder.path], folder.path / "report.html")
-        console.done(folder.path, next_commands(config, folder))
+        return _finish(config, folder, console)
+
+
+def this_command(config: RunConfig, *instead: str) -> str:
+    """The command line that this process was started with, some of its overrides replaced by `instead`."""
+    words = [f"recipe={config.recipe}", f"run.dir={config.run.dir}", f"run.name={config.run.name}"]
+    if Path(sys.argv[0]).parts[-2:] == ("nemotron_ultra", "train.py"):
+        words = sys.argv[1:]
+    keys = tuple(word.split("=", 1)[0] + "=" for word in instead)
+    kept = [word for word in words if not word.startswith(keys or "\0")]
+    return shlex.join(["python", "-m", "nemotron_ultra.train", *kept, *instead])
+
+
+def _finish(config: RunConfig, folder: RunFolder, console: Console) -> int:
+    """The last lines: look at the run, or train it further."""
+    if not (folder.path / "report.html").exists():
+        write_report([folder.path], folder.path / "report.html")
+    more = this_command(config, f"trainer.steps={2 * folder.finished_steps}")
+    console.done(folder.path, [f"python -m nemotron_ultra.report {shlex.quote(str(folder.path))}", more])
     return 0
-
-
-def this_command(config: RunConfig) -> str:
-    return f"python -m nemotron_ultra.train recipe={config.recipe} run.name={config.run.name}"
-
-
-def next_commands(config: RunConfig, folder: RunFolder) -> list[str]:
-    """What a person may want to do with a finished run: look at it, or train it further."""
-    return [
-        f"python -m nemotron_ultra.report {folder.path}",
-        f"{this_command(config)} trainer.steps={2 * folder.facts['finished_steps']}",
-    ]

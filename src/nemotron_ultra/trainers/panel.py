@@ -17,6 +17,7 @@ from nemotron_ultra.config.precision import PrecisionConfig
 from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.observe.machine import machine_facts
 from nemotron_ultra.observe.numbers import compact
+from nemotron_ultra.ops import table
 from nemotron_ultra.trainers.build import Run
 
 Row = tuple[str, str]
@@ -26,12 +27,12 @@ def describe(run: Run) -> None:
     """Print the start panel and write the same facts, and more, to run.json."""
     plan = make_plan(run.config)
     precision = precision_rows(run.engine.model, run.config.precision, run.engine.device)
-    data = data_facts(run)
+    data, backends = data_facts(run), backend_rows(run)
     run.folder.record(
         version=nemotron_ultra.__version__,
         **plan_facts(plan),
         precision=precision,
-        backends=backend_rows(run.engine.device),
+        backends=backends,
         machine=machine_facts(),
         data=data,
         tokenizer={
@@ -40,13 +41,14 @@ def describe(run: Run) -> None:
             "vocab_size": run.tokenizer.vocab_size,
         },
     )
-    run.console.panel(panel_rows(run, plan, precision, data))
+    ops = ", ".join(f"{row['operation']} {row['backend']}" for row in backends)
+    run.console.panel(panel_rows(run, plan, _precision_line(precision), ops, data))
     note = thread_note()
     if note:
         run.console.note(note)
 
 
-def panel_rows(run: Run, plan: Plan, precision: list[dict[str, Any]], data: dict[str, Any]) -> list[Row]:
+def panel_rows(run: Run, plan: Plan, precision: str, ops: str, data: dict[str, Any]) -> list[Row]:
     """Label and text of each row of the start panel."""
     model, count, resumed = run.config.model, plan.parameters, run.folder.checkpoint
     depths = f", MTP {model.mtp_pattern} x {model.depths} depths" if model.depths else ""
@@ -59,8 +61,8 @@ def panel_rows(run: Run, plan: Plan, precision: list[dict[str, Any]], data: dict
         (run.config.recipe, f"{begin} in {run.folder.path}"),
         ("model", f"{model.pattern}{depths}"),
         ("size", f"{compact(count.total)} parameters, {compact(count.active)} active for a token"),
-        ("precision", _precision_line(precision)),
-        ("engine", f"{_device_line(run)}; {_backend_line(run)}"),
+        ("precision", precision),
+        ("engine", f"{_device_line(run)}; {ops}"),
         ("data", f"{sources}{goal}; tokenizer {run.tokenizer.name}, {run.tokenizer.vocab_size} ids"),
         (
             "plan",
@@ -159,8 +161,20 @@ def _kind(name: str, module: nn.Module) -> str:
 _BLOCKS = {"RMSNorm": "norms", "Mamba2Mixer": "mixer A_log, D, dt_bias", "Router": "router"}
 
 
-def backend_rows(device: torch.device) -> list[dict[str, str]]:
-    return []
+def backend_rows(run: Run) -> list[dict[str, str]]:
+    """Which function computes each operation of this model, and why."""
+    model = run.config.model
+    used = table.rows(model.pattern + (model.mtp_pattern if model.depths else ""))
+    return [
+        {
+            "operation": row.op,
+            "backend": row.name,
+            "function": row.module,
+            "why": row.why,
+            "passed over": row.passed_over,
+        }
+        for row in used
+    ]
 
 
 def _precision_line(rows: list[dict[str, Any]]) -> str:
@@ -174,7 +188,3 @@ def _device_line(run: Run) -> str:
     if device.type == "cuda":
         return f"torch on {torch.cuda.get_device_name(device)}"
     return f"torch on CPU, {torch.get_num_threads()} threads"
-
-
-def _backend_line(run: Run) -> str:
-    return "operations in torch"

@@ -25,8 +25,16 @@ from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.engine.checkpoint import latest_checkpoint
 from nemotron_ultra.errors import ConfigError
 
-# What a run interrupted in its first second may have left before run.json.
-_FIRST_FILES = {".lock", "config.yaml", ".config.yaml.tmp", ".run.json.tmp"}
+# What a run that was interrupted before its first step may have left.
+_FIRST_FILES = {
+    ".lock",
+    "config.yaml",
+    ".config.yaml.tmp",
+    "run.json",
+    ".run.json.tmp",
+    "metrics.jsonl",
+    "samples.jsonl",
+}
 
 # Keys that change which numbers come out. All others (validation, logging, checkpoints, threads,
 # micro-batches, more steps) may differ between a run and its continuation.
@@ -102,6 +110,13 @@ class RunFolder:
         self.facts |= facts
         _write(self.path / "run.json", json.dumps(self.facts, indent=1, default=str))
 
+    def leave_no_trace(self) -> None:
+        """After an error: remove the folder again if nothing was trained in it."""
+        if _is_untrained(self.path) and {p.name for p in self.path.iterdir()} <= _FIRST_FILES:
+            for file in self.path.iterdir():
+                file.unlink()
+            self.path.rmdir()
+
     def close(self) -> None:
         os.close(self._lock)
 
@@ -116,6 +131,9 @@ class RunFolder:
         self.record(recipe=config.recipe, created=now(), started=[now()])
 
     def _continue(self, config: RunConfig) -> None:
+        if _is_untrained(self.path):
+            self._begin(config)
+            return
         self.facts = json.loads((self.path / "run.json").read_text())
         before = yaml.safe_load((self.path / "config.yaml").read_text())
         changes = changed_keys(before, to_dict(config))
@@ -138,6 +156,12 @@ def now() -> str:
 def _comparable(config: dict[str, Any]) -> dict[str, Any]:
     """Without the keys that say how to resume."""
     return {k: v for k, v in flat(config).items() if k not in ("run.resume", "run.allow_config_change")}
+
+
+def _is_untrained(path: Path) -> bool:
+    """No step was finished there, so that its configuration binds nobody."""
+    logs = [path / "metrics.jsonl", path / "samples.jsonl"]
+    return latest_checkpoint(path) is None and not any(log.exists() and log.stat().st_size for log in logs)
 
 
 def _check_place(path: Path, config: RunConfig, existed: bool) -> None:
