@@ -251,6 +251,9 @@ def test_a_folder_that_is_not_empty_is_refused(model, single, tmp_path):
 
 
 def test_overwrite_replaces_the_whole_checkpoint(model, sharded):
+    killed = sharded.with_name(".sharded.writing")  # what a save that was killed leaves behind
+    killed.mkdir()
+    (killed / "model.safetensors").write_text("half")
     save_model(model, sharded, dtype=torch.bfloat16, overwrite=True)
     assert sorted(p.name for p in sharded.iterdir()) == ["checksums.json", "config.json", SINGLE]
     assert [p.name for p in sharded.parent.iterdir()] == ["sharded"]

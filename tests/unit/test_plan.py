@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -114,6 +115,15 @@ def test_milestones_in_tokens_and_steps():
     assert (plan.tokens_per_step, plan.tokens) == (1024, 102_400)
     found = [(m.name, m.tokens, m.step) for m in plan.milestones]
     assert found == [("warmup ends", 10_000, 10), ("decay starts", 72_400, 71), ("run ends", 102_400, 100)]
+
+
+def test_data_phases_are_milestones():
+    run = load_recipe("pretrain")
+    first, last = run.data.phases[0], replace(run.data.phases[0], until_tokens=None)
+    phases = [replace(first, until_tokens=300_000), last]
+    plan = make_plan(replace(run, data=replace(run.data, phases=phases)))
+    phase = next(m for m in plan.milestones if "phase" in m.name)
+    assert (phase.name, phase.step) == ("data phase 2 starts", -(-300_000 // plan.tokens_per_step))
 
 
 def test_lines_are_readable():

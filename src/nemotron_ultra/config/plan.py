@@ -52,7 +52,7 @@ class Milestone:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything `--plan` prints. Bytes are of the whole model; activations of one micro-batch."""
+    """Everything `--plan` prints. Bytes are of one replica of the model and of one micro-batch."""
 
     model: ModelConfig
     parameters: ParameterCount
@@ -191,9 +191,9 @@ def activation_bytes(c: ModelConfig, tokens: int, element_bytes: int = 4, recomp
     """Estimate of what one forward of `tokens` tokens keeps for its backward, in bytes.
 
     Elements per token: each layer 2 D (stream and norm); a Mamba layer its in_proj and convolution outputs,
-    d (scan) and d N / Q of chunk states (d inner width, Q chunk); attention q, k, v and output; MoE 2 E scores,
-    2 latents, K F, the shared expert's width; dense MLP F. Each MTP depth adds its layers and 5 D. With
-    `recompute` every layer keeps D, and one layer at a time the rest. The head works in chunks, keeping nothing.
+    d (scan) and d N / Q of chunk states (d inner width, Q chunk); attention q, k, v and output; MoE 2 E
+    scores, 2 latents, K F, the shared expert's width; dense MLP F. Each MTP depth adds its layers and 5 D.
+    With `recompute` every layer keeps D, and one layer at a time the rest. The head keeps nothing.
     """
     letters = c.pattern + c.mtp_pattern * c.depths
     kept = [_kept_elements(c, letter) for letter in letters]
@@ -269,7 +269,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     )
     yield (
         f"             activations of a micro-batch about {_bytes(plan.activation_bytes)}; "
-        f"together {_bytes(plan.training_bytes)} over all devices"
+        f"together {_bytes(plan.training_bytes)} for one replica"
     )
 
 

@@ -109,7 +109,7 @@ def _entry(value: dict, start: int) -> Entry:
     begin, end = value["data_offsets"]
     if not 0 <= begin <= end:
         raise ValueError(f"offsets {begin}, {end}")
-    return Entry(value["dtype"], tuple(value["shape"]), start + begin, start + end)
+    return Entry(str(value["dtype"]), tuple(value["shape"]), start + begin, start + end)
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
