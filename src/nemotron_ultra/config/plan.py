@@ -231,7 +231,7 @@ def _milestones(run: RunConfig, tokens_per_step: int) -> Iterator[Milestone]:
         for number, phase in enumerate(run.data.phases, 2)
         if phase.until_tokens and number <= len(run.data.phases)
     ]
-    if total != end:
+    if abs(total - end) >= tokens_per_step:
         points.append(("schedule ends", total))
     points.append(("run ends", end))
     for name, tokens in sorted(points, key=lambda point: point[1]):
