@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from nemotron_ultra import HybridLM, load_model, load_recipe, save_model
+from nemotron_ultra.config.hf import model_config_from_hf, model_config_to_hf
 from nemotron_ultra.config.hf_tensors import hub_tensors
 from nemotron_ultra.config.plan import count_parameters
 from nemotron_ultra.model.hf_names import hub_items
@@ -37,6 +38,19 @@ def test_released_bytes_from_a_model_on_meta(name):
     state = HybridLM(model_config(name), device="meta", dtype=torch.bfloat16).state_dict()
     pieces = [tensor for name, stacked in state.items() for _, tensor in hub_items(name, stacked)]
     assert (sum(t.numel() * t.element_size() for t in pieces), len(pieces)) == RELEASED[name]
+
+
+def test_ultra_as_its_release_spells_it():
+    """A list of blocks, no num_hidden_layers, no time_step_limit, MTP layers as a list."""
+    config = model_config("ultra")
+    content = model_config_to_hf(config)
+    del content["num_hidden_layers"], content["mtp_depths"]
+    names = {"M": "mamba", "E": "moe", "*": "attention"}
+    content["layers_block_type"] = [names[letter] for letter in content.pop("hybrid_override_pattern")]
+    content["mtp_layers_block_type"] = [
+        names[letter] for letter in content.pop("mtp_hybrid_override_pattern")
+    ]
+    assert "time_step_limit" not in content and model_config_from_hf(content) == config
 
 
 def test_golden_weights_come_back_bit_by_bit(golden, tmp_path):
