@@ -17,6 +17,7 @@ from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.errors import EXIT_SAVED_ON_SIGNAL, ConfigError, NemotronError
 
 EXIT_INTERRUPTED = 130
+TRACEBACK = "NEMOTRON_ULTRA_TRACEBACK"
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 ACTIONS = ("help", "eject", "list", "cfg", "plan")
 
@@ -41,10 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return perform(read_arguments(sys.argv[1:] if arguments is None else arguments))
     except NemotronError as error:
-        if os.environ.get("NEMOTRON_ULTRA_TRACEBACK", "0") != "0":
+        if os.environ.get(TRACEBACK, "0") != "0":
             raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # `--help | head` closes our output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.filename is None or os.environ.get(TRACEBACK, "0") != "0":
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return NemotronError.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -217,3 +217,17 @@ def test_an_ejected_recipe_can_be_renamed_and_listed(cli, tmp_path):
     code, out, _ = cli("recipe=mine", "--config-dir=.", "--cfg")
     assert code == 0 and "recipe: mine" in out
     assert own_folder(None) is None
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(cli, monkeypatch):
+    def no_room(config):
+        raise FileNotFoundError(2, "No such file or directory", "/nowhere")
+
+    monkeypatch.setattr(train, "_train", no_room)
+    assert cli("recipe=pretrain") == (1, "", "error: /nowhere: No such file or directory\n")
+
+
+@pytest.mark.parametrize("text", ["optim.lr=interval(0,1)", "optim.lr=glob(*)"])
+def test_a_sweep_without_an_end_is_refused(text):
+    with pytest.raises(ConfigError, match="names no values"):
+        sweep.expand(["recipe=pretrain", text])

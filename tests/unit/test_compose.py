@@ -81,6 +81,14 @@ def test_mistakes_in_options_words_and_values_come_together():
         ("steps=9", "steps: unknown key, got 9 (did you mean 'trainer.steps'?)"),
         ("trainer.steps=1,2", "trainer.steps: several values in trainer.steps=1,2; -m runs them one by one"),
         ("trainer=3", "trainer: no option '3'; allowed: short, ultra"),
+        ("trainer.steps=1e400", "trainer.steps: got inf; allowed: whole number > 0"),
+        ("log.sinks=wandb", "log.sinks: got 'wandb' (did you mean '[wandb]'?); allowed: list of"),
+        ("model.time_step_limit=[0,nan]", "model.time_step_limit: not a lower and an upper end"),
+        ("optim.lr=${schedule.min_lr}", "optim.lr: Recursive interpolation detected"),
+        ("model@x=tiny", "model@x=tiny: not an override; allowed: key=value"),
+        ("=3", "=3: not an override; allowed: key=value"),
+        ("~model", "model: missing; allowed: 39 keys, see --help"),
+        ("hydra.run.dir=x", "hydra: unknown key, got {'run': {'dir': 'x'}}"),
         ("model.num_experts_per_tok=99", "model.num_experts_per_tok: 99 is above n_routed_experts 16"),
     ],
 )
@@ -113,6 +121,10 @@ def test_mistakes_in_own_files(tmp_path):
     assert refused(recipe="c", config_dir=tmp_path).startswith("recipe c: ")
     (tmp_path / "d.yaml").write_text("defaults:\n  - base\n  - _self_\ntrainer:\n  stepz: 3\n")
     assert "did you mean 'steps'" in refused(recipe="d", config_dir=tmp_path)
+    (tmp_path / "e.yaml").write_text("defaults:\n  - e\n  - _self_\n")
+    assert "recipe e: its defaults lead back to itself" in refused(recipe="e", config_dir=tmp_path)
+    (tmp_path / "f.yaml").write_bytes(b"\xff\xfe")
+    assert "recipe f: 'utf-8' codec" in refused(recipe="f", config_dir=tmp_path)
     assert "no such folder" in refused(config_dir=tmp_path / "nowhere")
 
 

@@ -37,7 +37,11 @@ MISTAKES = [
     (ModelConfig, {**MODEL, "hidden_size": "wide"}, "hidden_size: got 'wide'; allowed: whole number > 0"),
     (ModelConfig, {**MODEL, "hidden_size": True}, "hidden_size: got True; allowed: whole number > 0"),
     (ModelConfig, {**MODEL, "hidden_size": 16.5}, "hidden_size: got 16.5; allowed: whole number > 0"),
-    (ModelConfig, {**MODEL, "time_step_limit": [1.0, 0.5]}, "time_step_limit: lower end above upper end"),
+    (
+        ModelConfig,
+        {**MODEL, "time_step_limit": [1.0, 0.5]},
+        "time_step_limit: not a lower and an upper end: [1.0, 0.5]",
+    ),
     (ModelConfig, {**MODEL, "hiden_size": 3}, "hiden_size: unknown key, got 3 (did you mean 'hidden_size'?)"),
     (ModelConfig, {"pattern": "M", "vocab_size": 64}, "hidden_size: missing; allowed: whole number > 0"),
     (TrainerConfig, {**TRAINER, "micro_batch_size": 3}, "global_batch_size: 4 is not a multiple of"),

@@ -69,6 +69,8 @@ def _lines(item: Mapping[str, Any], cls: type) -> list[str]:
         return [f"{path}: missing; {allowed}"]
     found = item["input"]
     hint = nearest(str(found), _choices(annotation)) if isinstance(found, str) else ""
+    if item["type"] == "list_type" and isinstance(found, str):
+        hint = f" (did you mean '[{found}]'?)"
     return [f"{path}: got {_short(found)}{hint}; {allowed}"]
 
 
@@ -86,7 +88,8 @@ def _allowed(annotation: Any, item: Mapping[str, Any]) -> str:
         return "at least one"
     inner = schema.strip(annotation)
     if dataclasses.is_dataclass(inner):
-        return "keys " + ", ".join(field.name for field in dataclasses.fields(inner))
+        names = [field.name for field in dataclasses.fields(inner)]
+        return f"keys {', '.join(names)}" if len(names) <= 12 else f"{len(names)} keys, see --help"
     return schema.type_text(annotation) if annotation is not None else str(item["msg"])
 
 

@@ -110,9 +110,12 @@ def parse_override(text: str) -> Override:
     from hydra.errors import HydraException
 
     try:
-        return OverridesParser.create().parse_override(text)
+        override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         raise ConfigError(f"{text}: not an override ({_one_line(error)})", allowed="key=value") from error
+    if not override.key_or_group or override.package is not None:
+        raise ConfigError(f"{text}: not an override", allowed="key=value")
+    return override
 
 
 def own_folder(config_dir: str | Path | None) -> Path | None:
@@ -170,8 +173,10 @@ def _compose(name: str, choices: list[str], own: Path | None) -> DictConfig:
     try:
         with initialize_config_dir(str(first), job_name=name, version_base="1.3"):
             cfg = compose(name, [f"hydra.searchpath=[{quoted}]", *choices])
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise _explain_composition(error, name) from error
+    except RecursionError as error:
+        raise ConfigError(f"recipe {name}: its defaults lead back to itself") from error
     finally:
         GlobalHydra.instance().hydra = before
     OmegaConf.set_struct(cfg, False)
@@ -240,7 +245,7 @@ def _product(*factors: Any) -> float:
         numbers = [float(factor) for factor in factors]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{UNUSABLE} {factors}") from error
-    if min(numbers) <= 0:
+    if not all(0 < number < math.inf for number in numbers):
         raise ValueError(f"{UNUSABLE} {factors}")
     return math.prod(numbers)
 
@@ -249,7 +254,11 @@ def _is_derived(error: Exception) -> bool:
     """Whether the mistake lies in another key: a factor of ${mul:...}, or a key that is not there."""
     text = str(error)
     named = re.search(r"Interpolation key '([\w.]+)' not found", text)
-    return UNUSABLE in text or (named is not None and schema.find(tuple(named[1].split("."))) is not None)
+    return (
+        UNUSABLE in text
+        or "is not a container" in text
+        or (named is not None and schema.find(tuple(named[1].split("."))) is not None)
+    )
 
 
 def _remove(cfg: DictConfig, key: str) -> None:

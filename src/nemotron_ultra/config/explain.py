@@ -41,7 +41,7 @@ nemotron_ultra.train needs a recipe:
 
 def first_comment(file: Path) -> str:
     """The first comment line of a YAML file: what it is."""
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.lstrip("# ").strip() for line in lines if line.startswith("#")), "")
 
 

@@ -146,8 +146,8 @@ def _problems(c: ModelConfig):
         )
     if "M" in used and c.mamba_num_heads % c.n_groups:
         yield f"mamba_num_heads: {c.mamba_num_heads} is not divisible by n_groups {c.n_groups}"
-    if c.time_step_limit[0] > c.time_step_limit[1]:
-        yield f"time_step_limit: lower end above upper end in {list(c.time_step_limit)}"
+    if not c.time_step_limit[0] <= c.time_step_limit[1]:  # also false for nan
+        yield f"time_step_limit: not a lower and an upper end: {list(c.time_step_limit)}"
     if "E" in used:
         yield from _moe_problems(c)
 

@@ -36,9 +36,11 @@ def _values(text: str) -> tuple[str, list[str | None]]:
     if override.is_delete():
         return text, [None]
     key, _, value = text.partition("=")
-    if override.is_sweep_override():
-        return key, list(override.sweep_string_iterator())
-    return key, [value]
+    if not override.is_sweep_override():
+        return key, [value]
+    if not override.is_discrete_sweep() or value.startswith("glob"):
+        raise ConfigError(f"-m: {text} names no values", allowed=f"{key}=1,2 or {key}=range(1,4)")
+    return key, list(override.sweep_string_iterator())
 
 
 def _short(key: str, swept: list[str]) -> str:
