@@ -271,6 +271,23 @@ def test_ticks_are_round_and_inside(low, high):
     assert 3 <= len(found) <= 11 and all(low - 1e-12 <= tick <= high * (1 + 1e-9) for tick in found)
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.05, "0.05"),
+        (2e-4, "2e-4"),
+        (8000, "8000"),
+        (1e4, "10k"),
+        (1e6, "1M"),
+        (1.5e6, "1.5M"),
+        (1e-10, "1e-10"),
+    ],
+)
+def test_tick_labels(value, text):
+    assert svg._tick(value) == text
+
+
 def test_constant_curve_and_log_scale():
     assert "<path" in svg.draw(Chart("flat", [Line("a", [1, 2], [0.0, 0.0])]))
     picture = svg.draw(Chart("log", [Line("a", [1, 2, 3], [1e-3, 0.0, 1e3])], log_y=True))

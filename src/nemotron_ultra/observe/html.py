@@ -108,7 +108,8 @@ def _header(runs: Sequence[RunData]) -> str:
             f'<h1>{dot}{html.escape(run.name)}<span class="pill">{html.escape(_state(run))}</span></h1>'
         )
         lines.append(f'<p class="sub">{html.escape(_subtitle(run))}</p>')
-        lines += [f'<p class="faint">{html.escape(problem)}</p>' for problem in run.problems]
+        if run.problems:
+            lines.append(f'<p class="faint">{html.escape("; ".join(run.problems))}</p>')
     return f"<header>{''.join(lines)}</header>"
 
 
@@ -142,27 +143,27 @@ def _parameter_count(run: RunData) -> tuple[object, object]:
 
 def key_figures(run: RunData) -> list[tuple[str, str, str]]:
     """(figure, what it is, remark) of each key figure that the run has."""
-    xz = run.xz_bits_per_byte()
-    bits = run.last("val/bits_per_byte")
+    xz, tail = run.xz_bits_per_byte(), run.tail_mean("loss")
     beside = f"xz needs {xz:.3f} on the same text" if xz is not None else ""
     found = [
-        (fixed(run.tail_mean("loss")), "training loss", "mean of the last steps")
-        if run.last("loss") is not None
-        else None,
-        (fixed(run.last("val/loss")), "validation loss", "nats a token")
-        if run.last("val/loss") is not None
-        else None,
-        (fixed(bits), "bits per byte, validation", beside) if bits is not None else None,
-        (compact(run.last("tokens")), "tokens seen", f"{run.last_step:,} steps")
-        if run.last("tokens")
-        else None,
-        (duration(_seconds(run)), "time in steps", _pace(run)) if _seconds(run) else None,
-        (compact(_median(run, "tokens_per_second")), "tokens a second", _share(run))
-        if "tokens_per_second" in run.curves
-        else None,
-        (f"{run.last('memory_gb'):.2f} GB", "peak memory", "") if run.last("memory_gb") is not None else None,
+        ("loss", lambda _: fixed(tail[0]), "training loss", _last_steps(tail)),
+        ("val/loss", fixed, "validation loss", "nats a token"),
+        ("val/bits_per_byte", fixed, "bits per byte, validation", beside),
+        ("tokens", compact, "tokens seen", f"{run.last_step:,} steps"),
+        ("seconds", lambda _: duration(_seconds(run)), "time in steps", _pace(run)),
+        (
+            "tokens_per_second",
+            lambda _: compact(_median(run, "tokens_per_second")),
+            "tokens a second",
+            _share(run),
+        ),
+        ("memory_gb", lambda value: f"{fixed(value, 2)} GB", "peak memory", ""),
     ]
-    return [figure for figure in found if figure]
+    return [(show(run.last(key)), what, note) for key, show, what, note in found if key in run.curves]
+
+
+def _last_steps(tail: tuple[float, int] | None) -> str:
+    return "" if tail is None else f"mean of the last {tail[1]} steps" if tail[1] > 1 else "last step"
 
 
 def _figures(run: RunData) -> str:
@@ -231,7 +232,7 @@ def _details(run: RunData, number: int, several: bool) -> str:
         blocks.append(_fold("Parameters by block", tables.parameters(count), opened=not several))
     for key, title in _TABLES.items():
         if run.facts.get(key):
-            opened = not several and key in ("precision", "backends", "ops")
+            opened = not several and key in ("precision", "backends", "ops") and len(run.facts[key]) <= 10
             blocks.append(_fold(title, tables.facts(run.facts[key]), opened=opened))
     rest = {k: v for k, v in run.facts.items() if k not in _TABLES and k != "parameters"}
     if rest:

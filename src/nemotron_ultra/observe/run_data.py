@@ -45,11 +45,11 @@ class RunData:
         """Newest value of a metric, or None."""
         return self.curves[key][1][-1] if key in self.curves else None
 
-    def tail_mean(self, key: str, count: int = 20) -> float | None:
-        """Mean of the last `count` values (fewer at the start of a run, at most a tenth of it), or None."""
+    def tail_mean(self, key: str) -> tuple[float, int] | None:
+        """Mean of the newest values and their number: a tenth of the curve, 1 to 20; None without any."""
         values = self.curves.get(key, ([], []))[1]
-        newest = values[-max(1, min(count, len(values) // 10)) :]
-        return sum(newest) / len(newest) if newest else None
+        newest = values[-max(1, min(20, len(values) // 10)) :]
+        return (sum(newest) / len(newest), len(newest)) if newest else None
 
     def numbered(self, prefix: str, suffix: str = "") -> dict[str, Curve]:
         """Curves of the keys prefix + name + suffix by name: numbers in order, then words."""
@@ -156,7 +156,8 @@ def _optional(path: Path, read, problems: list[str]):
     try:
         return read(path)
     except FileNotFoundError:
-        problems.append(f"{path.name} is not there")
+        if path.suffix != ".jsonl":  # a run need not write samples
+            problems.append(f"{path.name} is not there")
     except (ValueError, yaml.YAMLError) as error:
         problems.append(f"{path.name} cannot be read: {str(error).splitlines()[0]}")
     return None

@@ -36,8 +36,8 @@ code,pre,.mono{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;
 .figure{padding:12px 15px}
 .figure b{display:block;
  font-size:25px;line-height:1.25;font-weight:650;letter-spacing:-.02em;font-variant-numeric:tabular-nums}
-.figure span{display:block;color:var(--soft);font-size:12.5px}
-.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,470px),1fr));gap:14px}
+.figure span{display:block;color:var(--soft);font-size:12.5px}.figure span.faint{color:var(--faint)}
+.grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,470px),1fr));gap:14px}
 .card{padding:13px 15px 10px;min-width:0}
 .card>header{display:flex;flex-wrap:wrap;gap:2px 14px;align-items:baseline;margin-bottom:6px}
 .card>header h3{margin-right:auto}
@@ -60,10 +60,11 @@ circle{stroke:var(--card);stroke-width:1.2}
  padding:6px 10px;font-size:12.5px;box-shadow:0 3px 14px #0003;z-index:2;font-variant-numeric:tabular-nums}
 table{border-collapse:collapse;width:100%;font-size:13.5px;font-variant-numeric:tabular-nums}
 th{text-align:left;font-weight:600;color:var(--soft);font-size:12.5px}
-th,td{padding:5px 14px 5px 0;border-bottom:1px solid var(--rule);vertical-align:top;overflow-wrap:anywhere}
+th,td{padding:5px 14px 5px 0;border-bottom:1px solid var(--rule);vertical-align:top;overflow-wrap:break-word}
+th{white-space:nowrap}
 tr:last-child td{border-bottom:0}
-td.n,th.n{text-align:right;white-space:nowrap}td:last-child,th:last-child{padding-right:0}
-td.key{color:var(--soft);white-space:nowrap}
+td.n,th.n{text-align:right;white-space:nowrap;padding-right:26px}td:last-child,th:last-child{padding-right:0}
+td.key{color:var(--soft);white-space:nowrap}.flat td.key{width:190px}
 .share{display:inline-block;height:9px;border-radius:2px;background:var(--c0);min-width:1px;vertical-align:0}
 .scroll{overflow-x:auto}
 details{background:var(--card);border:1px solid var(--rule);border-radius:10px;margin-top:10px}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -86,8 +87,8 @@ def draw(chart: Chart) -> str:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean under a two-sided exponential kernel, a 20th of the curve wide, over the finite values."""
-    keep = 1.0 - 1.0 / max(2.0, len(values) / 40)
+    """Mean of the finite values under a two-sided exponential kernel, a 20th of the curve or 100 steps wide."""
+    keep = 1.0 - 1.0 / min(50.0, max(2.0, len(values) / 40))
     ahead = _running(values, keep)
     back = _running(values[::-1], keep)[::-1]
     out = []
@@ -180,10 +181,12 @@ def _y_ticks(frame: Frame) -> list[float]:
 
 
 def _tick(value: float) -> str:
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e4 or abs(value) < 1e-3:
-        return compact(value).replace(".0", "") if abs(value) >= 1e4 else f"{value:.0e}".replace("e-0", "e-")
+    """A round number as short as it goes: 0.05, 2e-4, 8000, 10k, 1.5M."""
+    if abs(value) >= 1e4:
+        number, unit = re.fullmatch(r"([-\d.]+)(.*)", compact(value)).groups()
+        return f"{float(number):g}{unit}"
+    if value and abs(value) < 1e-3:
+        return re.sub("e-0*", "e-", f"{value:.0e}")
     return f"{value:.4g}"
 
 

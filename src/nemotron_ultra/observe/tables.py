@@ -62,7 +62,7 @@ def parameters(value: Mapping[str, object]) -> str:
 
 def _parameter_row(name: str, row: Mapping[str, object], total: float) -> str:
     share = row["total"] / total if total else 0.0
-    bar = f'<span class="share" style="width:{120 * share:.0f}px"></span> '
+    bar = f'<span class="share" style="width:{260 * share:.0f}px"></span> '
     bar += f'<span class="faint">{100 * share:.1f} %</span>'
     layers = text(row.get("layers", "")) if row.get("layers") is not None else ""
     active = compact(row.get("active")) if row.get("active") is not None else ""
@@ -84,7 +84,7 @@ def _mapping(value: Mapping[str, object]) -> str:
         f'<tr><td class="key">{text(_title(str(key)))}</td><td>{_cell(item)}</td></tr>'
         for key, item in value.items()
     )
-    return f'<div class="scroll"><table><tbody>{rows}</tbody></table></div>'
+    return f'<div class="scroll"><table class="flat"><tbody>{rows}</tbody></table></div>'
 
 
 def _cell(value: object) -> str:
