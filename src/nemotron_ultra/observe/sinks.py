@@ -34,7 +34,7 @@ _QUEUE_ROWS = 4096
 class Sinks:
     """All sinks of a run. `write` never waits and never raises; `close` waits at most `close_seconds`."""
 
-    def __init__(self, sinks: list[Sink], close_seconds: float = 60.0):
+    def __init__(self, sinks: list[Sink], close_seconds: float = 30.0):
         self._sinks, self._close_seconds = sinks, close_seconds
         if sinks:
             atexit.register(self.close)
@@ -68,7 +68,7 @@ def open_sinks(
     extra: Mapping[str, str] | None = None,
     report: Callable[[str], None] | None = None,
     start_seconds: float = 60.0,
-    close_seconds: float = 60.0,
+    close_seconds: float = 30.0,
 ) -> Sinks:
     """Start the sinks that `config` names, and `extra` ones given as name -> "module:Class".
 
