@@ -20,7 +20,7 @@ from nemotron_ultra.data.inputs import Part, Piece, missing_extra, parquet_modul
 from nemotron_ultra.errors import DataError
 
 # A text file is one document and is read whole; larger ones are surely many documents in one file.
-LARGEST_TEXT = 1 << 30
+LARGEST_TEXT = 256 << 20
 BOM = b"\xef\xbb\xbf"
 READ_BYTES = 1 << 20
 
@@ -72,7 +72,7 @@ def _text_file(piece: Piece, reading: Reading) -> Iterator[Document]:
     if len(raw) > LARGEST_TEXT:
         raise DataError(
             f"{piece.path}: a text file is one document, and this one is too large for that",
-            got=f"over {LARGEST_TEXT >> 30} GiB",
+            got=f"over {LARGEST_TEXT >> 20} MiB",
             do="name the text between its documents with --split-on, or convert it to JSONL",
         )
     yield _decoded(piece.name, raw)
@@ -88,7 +88,7 @@ def _split(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
             del rest[: at + len(separator)]
             search = 0
         if len(rest) > LARGEST_TEXT:
-            raise OSError(f"over {LARGEST_TEXT >> 30} GiB without {separator!r}")
+            raise OSError(f"over {LARGEST_TEXT >> 20} MiB without {separator!r}")
     # What follows the last separator is a document only if there is something.
     if rest.strip():
         yield bytes(rest)
@@ -159,8 +159,8 @@ def _checked(name: str, value: object, invalid: bool = False) -> Document:
         return Document(name, dropped="text is not a string")
     if not value or value.isspace():
         return Document(name, dropped="empty")
-    text = value if value.isascii() else _LONE_SURROGATE.sub("\ufffd", value)
-    return Document(name, text, invalid=invalid or text != value)
+    text = _LONE_SURROGATE.sub("\ufffd", value) if _LONE_SURROGATE.search(value) else value
+    return Document(name, text, invalid=invalid or text is not value)
 
 
 def open_binary(path: str) -> BinaryIO | Any:

@@ -22,26 +22,40 @@ def encode_documents(
     tokenizer: Tokenizer, texts: list[str], *, special: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """(ids [tokens], lengths int32 [documents]); the end-of-document id is included in both."""
-    pieces = [list(_pieces(text)) for text in texts]
-    flat = [piece for document in pieces for piece in document]
-    encodings = tokenizer.backend(special=special).encode_batch_fast(flat, add_special_tokens=False)
-    ids, lengths, at = array("i"), np.empty(len(texts), dtype=np.int32), 0
-    for number, document in enumerate(pieces):
-        before = len(ids)
-        for encoding in encodings[at : at + len(document)]:
+    backend = tokenizer.backend(special=special)
+    ids, lengths = array("i"), np.zeros(len(texts), dtype=np.int32)
+    for group in _groups(texts):
+        pieces = [piece for _, piece, _ in group]
+        encodings = backend.encode_batch_fast(pieces, add_special_tokens=False)
+        for (number, _, last), encoding in zip(group, encodings, strict=True):
+            before = len(ids)
             ids.extend(encoding.ids)
-        at += len(document)
-        ids.append(tokenizer.eos_id)
-        lengths[number] = len(ids) - before
+            if last:
+                ids.append(tokenizer.eos_id)
+            lengths[number] += len(ids) - before
     return np.frombuffer(ids, dtype=np.int32), lengths
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _groups(texts: list[str]) -> Iterator[list[tuple[int, str, bool]]]:
+    """(document, piece of it, whether it is the last one) in order, a few pieces' worth of text at a time."""
+    group, size = [], 0
+    for number, text in enumerate(texts):
+        for piece, last in _pieces(text):
+            group.append((number, piece, last))
+            size += len(piece)
+            if size >= 2 * PIECE_CHARACTERS:
+                yield group
+                group, size = [], 0
+    if group:
+        yield group
+
+
+def _pieces(text: str) -> Iterator[tuple[str, bool]]:
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         cut = _CUT.search(text, start + PIECE_CHARACTERS)
         if cut is None:
             break
-        yield text[start : cut.end()]
+        yield text[start : cut.end()], False
         start = cut.end()
-    yield text[start:]
+    yield text[start:], True
