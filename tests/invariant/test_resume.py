@@ -37,8 +37,8 @@ def test_resumed_equals_uninterrupted_bit_for_bit(corpus, tmp_path, dtype):
     folders = [tmp_path / name / "pretrain" / "checkpoints" / "step_00000006" for name in ("whole", "parts")]
     one, other = (load_model(folder / "model").state_dict() for folder in folders)
     assert all(torch.equal(one[name], other[name]) for name in one)
-    first, second = (load_checkpoint(folder)["engine"]["optimizer"] for folder in folders)
-    assert all(torch.equal(first[n]["exp_avg_sq"], second[n]["exp_avg_sq"]) for n in first)
+    first, second = (load_checkpoint(folder)["engine"]["optimizer"]["exp_avg_sq"] for folder in folders)
+    assert first and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_validation_and_checkpoints_change_no_number(corpus, uninterrupted, tmp_path):

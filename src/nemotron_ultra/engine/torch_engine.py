@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nemotron_ultra.config.optim import OptimConfig
 from nemotron_ultra.data.batch import TokenBatch
+from nemotron_ultra.engine.adamw import AdamW
 from nemotron_ultra.engine.base import Metrics, Objective
 from nemotron_ultra.engine.grads import MasterWeights, first_non_finite, global_norm
 from nemotron_ultra.engine.schedule import Schedule
@@ -50,13 +51,7 @@ class TorchEngine:
         self.master = MasterWeights(model.named_parameters())
         self._documents: list[str] = []
         self._pending_tokens = 0
-        self._optimizer = torch.optim.AdamW(
-            _decay_groups(self.master.masters, optim.weight_decay),
-            lr=schedule.peak,
-            betas=optim.betas,
-            eps=optim.eps,
-            fused=True,
-        )
+        self.optimizer = AdamW(self.master.masters, optim)
 
     def forward_backward(self, batches: Sequence[TokenBatch], objective: Objective) -> Metrics:
         """Add the gradients of one global batch. Returns the objective's metrics of the whole batch.
@@ -92,9 +87,7 @@ class TorchEngine:
         if self.clip and float(norm) > self.clip:
             torch._foreach_mul_(list(gradients.values()), self.clip / (float(norm) + 1e-6))
         lr = self.schedule(self.tokens)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        self.optimizer.step(lr)
         self.master.publish()
         self._update_router_bias()
         self.master.clear()
@@ -132,13 +125,13 @@ class TorchEngine:
             "tokens": self.tokens,
             "model": self.model.state_dict(),
             "master": {name: m.detach() for name, m in self.master.separate.items()},
-            "optimizer": {name: self._optimizer.state.get(m, {}) for name, m in self.master.masters.items()},
+            "optimizer": self.optimizer.state_dict(),
             "rng": _rng_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`. Raises CheckpointError if the parameters differ."""
-        _same_names("optimizer state", set(state["optimizer"]), set(self.master.masters))
+        _same_names("weights", set(state["model"]), set(self.model.state_dict()))
         _same_names("master weights", set(state["master"]), set(self.master.separate))
         self.step, self.tokens, self._pending_tokens = state["step"], state["tokens"], 0
         self.model.load_state_dict(state["model"])
@@ -146,9 +139,7 @@ class TorchEngine:
         with torch.no_grad():
             for name, master in self.master.separate.items():
                 master.copy_(state["master"][name])
-        for name, master in self.master.masters.items():
-            moments = state["optimizer"][name]
-            self._optimizer.state[master] = {k: v.to(master.device, copy=True) for k, v in moments.items()}
+        self.optimizer.load_state_dict(state["optimizer"])
         _set_rng_state(state["rng"])
 
     def _forward(self, batch: TokenBatch, objective: Objective, counts: dict[str, float]):
@@ -201,14 +192,6 @@ def to_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "cu_seqlens"}
     moved = {n: t.to(device, non_blocking=True) for n, t in tensors.items() if isinstance(t, Tensor)}
     return replace(batch, **moved)
-
-
-def _decay_groups(masters: dict[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; vectors (norms, biases, A_log, D, dt_bias) do not."""
-    matrices = [p for p in masters.values() if p.ndim >= 2]
-    vectors = [p for p in masters.values() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
 
 
 def _sum_counts(batches: Sequence[TokenBatch], objective: Objective) -> dict[str, float]:
