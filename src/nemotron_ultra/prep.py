@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -138,8 +139,13 @@ def summary(out: Path, manifest: dict[str, Any], was_there: bool, resumed: int) 
         first = manifest["examples"].get(reason, ["?"])[0]
         lines.append(f"dropped {count:,}: {reason} (first: {first})")
     options = "" if tokenizer == "builtin" else f" data.tokenizer={tokenizer}"
-    lines.append(f"train on it: {TRAIN} data=folder data.phases.0.sources.text.path={out}{options}")
+    where = f"run.name={_run_name(out)} data=folder data.phases.0.sources.text.path={out}"
+    lines.append(f"train on it: {TRAIN} {where}{options}")
     return lines
+
+
+def _run_name(out: Path) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", out.resolve().name).lstrip("._-") or "mine"
 
 
 Parts = Callable[[int], Iterable[Part]]
