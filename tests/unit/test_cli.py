@@ -129,6 +129,11 @@ def test_a_recipe_for_a_cluster_says_what_it_needs(name):
             ["cluster.gpus_per_node=2", "parallel.tensor=2"],
             "parallel: needs 2 processes, the torch engine runs",
         ),
+        (["cluster.nodes=2"], "parallel: needs 2 processes"),
+        (
+            ["cluster.gpus_per_node=2", "trainer.micro_batch_size=4"],
+            "devices: needs 1 node x 2 GPUs = 2 GPUs",
+        ),
         (["model=nano"], "memory: needs 126 GB for weights"),
     ],
 )

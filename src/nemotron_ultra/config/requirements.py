@@ -62,9 +62,8 @@ def _devices(config: RunConfig, machine: Machine) -> Iterator[str]:
     cluster = config.cluster
     if cluster.gpus > len(machine.gpus):
         kind = f" {cluster.gpu}" if cluster.gpu else " GPUs"
-        yield (
-            f"devices: needs {cluster.nodes:,} nodes x {cluster.gpus_per_node}{kind} = {cluster.gpus:,} GPUs"
-        )
+        nodes = f"{cluster.nodes:,} node" + ("" if cluster.nodes == 1 else "s")
+        yield f"devices: needs {nodes} x {cluster.gpus_per_node}{kind} = {cluster.gpus:,} GPUs"
     elif config.engine.device == "cuda" and not machine.gpus:
         yield "devices: needs a GPU (engine.device=cuda); engine.device=auto takes the CPU"
 
@@ -85,9 +84,8 @@ def _memory(config: RunConfig, machine: Machine, plan: Plan) -> Iterator[str]:
 
 def _torch_limits(config: RunConfig) -> Iterator[str]:
     """Fields that the torch engine of this version would otherwise ignore."""
-    p = config.parallel
-    if p.smallest_world > 1 or config.cluster.nodes > 1:
-        ranks = max(p.smallest_world, config.cluster.gpus)
+    ranks = max(config.parallel.smallest_world, config.cluster.gpus, config.cluster.nodes)
+    if ranks > 1:
         yield f"parallel: needs {ranks} processes, the torch engine runs one"
     unknown = [name for name in config.precision.formats if name not in TORCH_FORMATS]
     if unknown:

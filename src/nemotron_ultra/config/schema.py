@@ -109,7 +109,8 @@ def type_text(annotation: Any) -> str:
 def _limits(extras: tuple[Any, ...]) -> str:
     found = []
     for item in (m for extra in extras for m in getattr(extra, "metadata", [])):
-        found += [f"{sign} {getattr(item, name):g}" for name, sign in _CONSTRAINTS if name in dir(item)]
+        limits = [(sign, getattr(item, name, None)) for name, sign in _CONSTRAINTS]
+        found += [f"{sign} {limit:g}" for sign, limit in limits if limit is not None]
     return f" {' and '.join(found)}" if found else ""
 
 
