@@ -1,13 +1,13 @@
 """Mamba-2 mixer, forward and backward: ours beside transformers' on the same weights, in one interleaved run.
 
-    python benchmarks/mamba_mixer.py                          4 x 512, 4 x 2048, 4 x 4096
+    python benchmarks/mamba_mixer.py                      4 x 512, 4 x 2048, 4 x 4096
     python benchmarks/mamba_mixer.py --lengths 512 --repeat 3
-    python benchmarks/mamba_mixer.py --scaling                time per token and memory, one row of 512 to 16,384 tokens
+    python benchmarks/mamba_mixer.py --scaling            time per token and memory, one row of 512 to 16,384 tokens
 
-Outputs and input gradients are compared before anything is timed. CPU seconds count all threads, so they can be trusted
-on a shared machine; each figure is the best of the repeats. Both sides run in this process under the same malloc
-settings: pass e.g. MALLOC_TOP_PAD_=268435456 MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_THRESHOLD_=4294967296 to see
-both with memory that glibc does not hand back.
+Outputs and input gradients are compared before anything is timed. CPU seconds count all threads, so they can be
+trusted on a shared machine; each figure is the best of the repeats. Both sides run in this process, under the same
+malloc settings. To see both with memory that glibc does not hand back, set MALLOC_TOP_PAD_=268435456,
+MALLOC_TRIM_THRESHOLD_=4294967296 and MALLOC_MMAP_THRESHOLD_=4294967296.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def peer_block(ours: torch.nn.Module) -> torch.nn.Module:
     return block
 
 
-def step(block: torch.nn.Module, u_BLD: torch.Tensor, grad_BLD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def step(
+    block: torch.nn.Module, u_BLD: torch.Tensor, grad_BLD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One forward and backward -> output and input gradient."""
     block.zero_grad(set_to_none=True)
     u = u_BLD.detach().requires_grad_()
@@ -99,7 +101,9 @@ def compare(rows: int, length: int, repeat: int) -> None:
     for _ in range(repeat):
         runs["ours"].append(timed(ours, u, grad))
         runs["peer"].append(timed(peer, u, grad))
-    (our_wall, our_cpu), (peer_wall, peer_cpu) = (map(min, zip(*runs[k], strict=True)) for k in ("ours", "peer"))
+    (our_wall, our_cpu), (peer_wall, peer_cpu) = (
+        map(min, zip(*runs[k], strict=True)) for k in ("ours", "peer")
+    )
     print(
         f"{rows} x {length:<6} differ by {errors[0]:.0e} / {errors[1]:.0e}   "
         f"CPU {our_cpu:.3f} against {peer_cpu:.3f} s: {peer_cpu / our_cpu:.2f} x   "
@@ -117,11 +121,16 @@ def scaling(repeat: int) -> None:
         times = [timed(block, u, grad) for _ in range(repeat + 1)][1:]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         best = min(cpu for _, cpu in times)
-        print(f"1 x {length:<6} {best / length * 1e6:6.1f} CPU-us a token   peak grew by {peak / 1024:6.0f} MiB", flush=True)
+        print(
+            f"1 x {length:<6} {best / length * 1e6:6.1f} CPU-us a token   peak grew by {peak / 1024:6.0f} MiB",
+            flush=True,
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 4096])
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=4)

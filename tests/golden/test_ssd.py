@@ -1,4 +1,4 @@
-"""Scan, convolution, gated norm and whole mixer against references taken in float64 (outputs, states, gradients)."""
+"""Scan, convolution, gated norm and whole mixer against float64 references: outputs, states, gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mamba-2 mixer: out_proj(norm(scan(conv(x|B|C), dt) silu(z))), z | x | B | C | dt = in_proj(u) (report 2.1)."""
+"""Mamba-2: out_proj(norm(scan(conv(x|B|C), dt) silu(z))), z | x | B | C | dt = in_proj(u) (report 2.1)."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """y_t = silu(b + sum_k w_k x_{t-K+1+k}): Mamba-2's causal depthwise convolution, reset at document starts.
 
-Tokens stay the outer axis, so each tap is one fused multiply-add over rows shifted by a view: no transpose, no copy.
+Tokens stay the outer axis, so each tap is one fused multiply-add over rows shifted by a view, without a copy.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -25,25 +26,31 @@ def causal_conv_silu(
     """x [T, C], weight [C, K], bias [C] or None, initial window [docs, C, K-1] or None (zeros) -> [T, C]."""
     if initial is not None:
         return causal_conv_silu_window(x_TC, weight_CK, bias_C, segments, initial)[0]
-    return _ConvSilu.apply(x_TC, weight_CK, bias_C, segments.bounds)
+    return _apply(x_TC, weight_CK, bias_C, segments.bounds)
 
 
 def causal_conv_silu_window(
     x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, segments: Segments, initial: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`causal_conv_silu` and each document's last K-1 inputs, [docs, C, K-1]: the next call's initial window."""
+    """`causal_conv_silu`, and each document's last K-1 inputs [docs, C, K-1]: the next initial window."""
     before = weight_CK.shape[1] - 1
     if initial is None:
         initial = x_TC.new_zeros(segments.count, x_TC.shape[1], before)
     pieces, bounds = [], [0]
-    for document, (first, last) in enumerate(zip(segments.bounds[:-1], segments.bounds[1:], strict=True)):
+    for document, (first, last) in enumerate(pairwise(segments.bounds)):
         pieces += [initial[document].T, x_TC[first:last]]
         bounds.append(bounds[-1] + before + last - first)
     whole_TC = torch.cat(pieces)
-    y_TC = _ConvSilu.apply(whole_TC, weight_CK, bias_C, bounds)
+    y_TC = _apply(whole_TC, weight_CK, bias_C, bounds)
     kept = torch.arange(segments.total, device=x_TC.device) + before * (segments.index_T + 1)
     window = torch.stack([whole_TC[end - before : end].T for end in bounds[1:]])
     return y_TC[kept], window
+
+
+def _apply(x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, bounds: list[int]) -> Tensor:
+    dtype = torch.promote_types(x_TC.dtype, torch.float32)
+    bias = None if bias_C is None else bias_C.to(dtype)
+    return _ConvSilu.apply(x_TC.to(dtype), weight_CK.to(dtype), bias, bounds).to(x_TC.dtype)
 
 
 class _ConvSilu(torch.autograd.Function):
@@ -108,14 +115,16 @@ def conv_rows(x_TC, first: int, last: int, taps_KC, bias_C, bounds: Sequence[int
 
 
 class ConvGrads:
-    """Gradients of the convolution, from the last rows of the pack to the first; sums over tokens are taken once."""
+    """Gradients of the convolution, fed from the last rows of the pack to the first."""
+
+    piece = 256  # rows at a time, so that the running sums stay in cache
 
     def __init__(self, taps_KC: Tensor, slab: int, has_bias: bool):
         self.taps_KC, self.slab = taps_KC, slab
         taps, channels = taps_KC.shape
         assert slab >= taps - 1, "a slab must hold the window of the rows before it"
         self.window = scratch.take("conv.window", (taps - 1, channels), taps_KC)
-        self.sums = scratch.take("conv.sums", (taps, slab, channels), taps_KC).zero_()
+        self.sums = scratch.take("conv.sums", (taps, self.piece, channels), taps_KC).zero_()
         self.bias = taps_KC.new_zeros(channels) if has_bias else None
         self.d_before: Tensor | None = None
 
@@ -130,20 +139,26 @@ class ConvGrads:
 
     def rows(self, x_TC: Tensor, first: int, last: int, bounds: Sequence[int], dx: Tensor) -> None:
         """Adds to the sums of the taps and writes the gradient of rows first..last-1 into `dx`."""
-        d, taps = self.d_before, len(self.taps_KC)
         if self.bias is not None:
-            self.bias += d[: last - first].sum(0)
+            self.bias += self.d_before[: last - first].sum(0)
+        for low in range(first, last, self.piece):
+            high = min(low + self.piece, last)
+            here = slice(low - first, high - first)
+            self._piece(x_TC, (low, high), bounds, self.d_before[low - first :], dx[here])
+
+    def _piece(
+        self, x_TC: Tensor, span: tuple[int, int], bounds: Sequence[int], d: Tensor, dx: Tensor
+    ) -> None:
+        first, last = span
         self.sums[-1, : last - first].addcmul_(d[: last - first], x_TC[first:last])
         torch.mul(d[: last - first], self.taps_KC[-1], out=dx)
-        for begin, end in documents_between(bounds, first, last):
-            for back in range(1, taps):
-                self._tap(x_TC, back, (first, last), (begin, end), dx)
+        for document in documents_between(bounds, first, last):
+            for back in range(1, len(self.taps_KC)):
+                self._tap(x_TC, back, span, document, d, dx)
 
-    def _tap(
-        self, x_TC: Tensor, back: int, slab: tuple[int, int], document: tuple[int, int], dx: Tensor
-    ) -> None:
-        (first, last), (begin, end) = slab, document
-        tap, d = len(self.taps_KC) - 1 - back, self.d_before
+    def _tap(self, x_TC, back: int, span: tuple[int, int], document: tuple[int, int], d, dx) -> None:
+        (first, last), (begin, end) = span, document
+        tap = len(self.taps_KC) - 1 - back
         low, high = max(first, begin), min(last, end - back)
         if low < high:
             ahead = d[low - first + back : high - first + back]

@@ -1,8 +1,8 @@
-"""norm(scan(silu(conv(x|B|C)), softplus(dt)) silu(z)): all of a Mamba-2 mixer between its two projections, as one function.
+"""norm(scan(silu(conv(x|B|C)), softplus(dt)) silu(z)): a Mamba-2 mixer between its projections, fused.
 
-It walks the pack in slabs of a few chunks and keeps for the backward only its input, the scan's output, one RMS per
-group and the state at each chunk border; convolution, decays and score blocks are computed again there. Chunks of 64
-tokens at most: the result does not depend on it.
+It walks the pack in slabs of a few chunks and keeps for the backward only its input, the scan's output, one
+RMS per group and the state at each chunk border; convolution, decays and score blocks are computed again
+there. Chunks are of 64 tokens at most: the result does not depend on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemotron_ultra.ops.conv import ConvGrads, conv_rows
-from nemotron_ultra.ops.norm import gated_norm_rows, gated_norm_rows_back
+from nemotron_ultra.ops.norm import gated_norm_rows, gated_norm_rows_back, silu_slope
 from nemotron_ultra.ops.scratch import scratch
 from nemotron_ultra.ops.segments import Segments
 from nemotron_ultra.ops.ssd_chunks import LONGEST_CHUNK, Decays, SlabScan, SmallGrads, chunk_plan
@@ -70,7 +70,7 @@ class _Interior(torch.autograd.Function):
         scan.reset(0, states[0])
         for cut in scan.slabs():
             rows = work.rows(cut)
-            _, x, B, C = work.scan_inputs(cut)
+            x, B, C = work.scan_inputs(cut)
             y = work.whole_chunks(cut, y_TD)
             scan.forward(cut, x, B, C, states[cut.start : cut.stop + 1], work.by_head(y))
             if len(y) > rows.stop - rows.start:
@@ -87,25 +87,23 @@ class _Interior(torch.autograd.Function):
         sizes, bounds = ctx.sizes, ctx.segments.bounds
         work = _Work(zx, conv_weight, conv_bias, A, D, dt_bias, ctx.segments, sizes)
         scan, small, d_norm = work.scan, SmallGrads.like(work.decays), torch.zeros_like(norm_weight)
-        conv = ConvGrads(work.taps, min(scan.slab_rows, len(zx)), conv_bias is not None)
+        conv = ConvGrads(work.taps, scan.slab_rows, conv_bias is not None)
         d_zx = torch.empty(zx.shape, dtype=zx.dtype, device=zx.device)
         d_z, d_xbc, _ = work.columns(d_zx)
         carry = torch.zeros_like(states[0])
         for cut in reversed(list(scan.slabs())):
             rows, n = work.rows(cut), cut.stop - cut.start
-            before, x, B, C = work.scan_inputs(cut)
-            d_gated, gate = gated_norm_rows_back(
+            x, B, C, slope = work.scan_inputs_and_slope(cut)
+            d_gated, gate, gate_slope = gated_norm_rows_back(
                 d_out[rows], y_TD[rows], work.z[rows], norm_weight, rstd_TG[rows], d_norm
             )
             dy = work.product_by_head(cut, d_gated, gate)
-            torch.ops.aten.silu_backward.grad_input(
-                d_gated.mul_(y_TD[rows]), work.z[rows], grad_input=d_z[rows]
-            )
+            torch.mul(d_gated.mul_(y_TD[rows]), gate_slope, out=d_z[rows])
             d_states = scan.buffer("d_states", n + 1, *states.shape[2:])
             d_states[n] = carry
             parts = scan.backward(cut, x, B, C, states[cut.start : cut.stop + 1], dy, d_states, small)
             carry.copy_(d_states[0])
-            work.silu_back(cut, parts, before, conv.open(rows.stop - rows.start))
+            work.silu_back(parts, slope, conv.open(rows.stop - rows.start))
             conv.rows(work.xbc, rows.start, rows.stop, bounds, d_xbc[rows])
         d_dt, dA, dD = small.finish(work.decays, A, work.plan)
         d_raw = work.softplus_back(d_dt)
@@ -136,20 +134,44 @@ class _Work:
     def rows(self, cut: slice) -> slice:
         return slice(cut.start * self.plan.chunk, min(cut.stop * self.plan.chunk, self.plan.total))
 
-    def scan_inputs(self, cut: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """-> before the activation [R, C], and x [n, G, J, Q, P], B, C [n, G, Q, N]; 0 past the end of the pack."""
-        rows, n, s = self.rows(cut), cut.stop - cut.start, self.sizes
-        Q, count = self.plan.chunk, rows.stop - rows.start
-        before = scratch.take("mamba.before", (n * Q, s.channels), self.like)
+    def before_silu(self, cut: slice) -> Tensor:
+        """Convolution of x, B, C before its activation [R, channels], 0 past the end of the pack."""
+        rows, size = self.rows(cut), (cut.stop - cut.start) * self.plan.chunk
+        count = rows.stop - rows.start
+        before = scratch.take("mamba.before", (size, self.sizes.channels), self.like)
         conv_rows(self.xbc, rows.start, rows.stop, self.taps, self.conv_bias, self.bounds, before[:count])
         before[count:] = 0
-        x = scratch.take("mamba.x", (n * Q, s.inner), self.like)
-        torch.ops.aten.silu.out(before[:, : s.inner], out=x)
-        BC = scratch.take("mamba.BC", (2, n, s.groups, Q, s.state), self.like)
-        torch.ops.aten.silu.out(
-            before[:, s.inner :].view(n, Q, 2, s.groups, s.state), out=BC.permute(1, 3, 0, 2, 4)
-        )
-        return before, self.by_head(x), BC[0], BC[1]
+        return before
+
+    def split(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, channels] -> x [R, H P] and B, C together [n, Q, 2, G, N], as views."""
+        s = self.sizes
+        shape = (-1, self.plan.chunk, 2, s.groups, s.state)
+        return columns[:, : s.inner], columns[:, s.inner :].view(shape)
+
+    def split_buffers(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Dense homes of the two: x as it is, B and C group by group [2, n, G, Q, N]."""
+        s, Q = self.sizes, self.plan.chunk
+        x = scratch.take("mamba.x", (rows, s.inner), self.like)
+        return x, scratch.take("mamba.BC", (2, rows // Q, s.groups, Q, s.state), self.like)
+
+    def scan_inputs(self, cut: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """-> x [n, G, J, Q, P], B, C [n, G, Q, N]."""
+        before = self.before_silu(cut)
+        x, BC = self.split_buffers(len(before))
+        for source, home in zip(self.split(before), (x, BC.permute(1, 3, 0, 2, 4)), strict=True):
+            torch.ops.aten.silu.out(source, out=home)
+        return self.by_head(x), BC[0], BC[1]
+
+    def scan_inputs_and_slope(self, cut: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`scan_inputs` and the slope of the SiLU [R, channels], from one exponential."""
+        before = self.before_silu(cut)
+        sigmoid = torch.sigmoid(before, out=scratch.take("mamba.sigmoid", before.shape, self.like))
+        x, BC = self.split_buffers(len(before))
+        homes = (x, BC.permute(1, 3, 0, 2, 4))
+        for source, factor, home in zip(self.split(before), self.split(sigmoid), homes, strict=True):
+            torch.mul(source, factor, out=home)
+        return self.by_head(x), BC[0], BC[1], silu_slope(before, sigmoid, before)
 
     def by_head(self, tokens_RD: Tensor) -> Tensor:
         """[n Q, H P] seen as [n, G, J, Q, P]."""
@@ -176,20 +198,15 @@ class _Work:
             dy.copy_(self.by_head(padded))
         return dy
 
-    def silu_back(
-        self, cut: slice, parts: tuple[Tensor, Tensor, Tensor], before: Tensor, out: Tensor
-    ) -> None:
-        """Gradients of x, B, C -> before the activation, [rows, C]."""
-        s, n, Q = self.sizes, cut.stop - cut.start, self.plan.chunk
-        whole = out if len(out) == n * Q else scratch.take("mamba.d_before", before.shape, self.like)
+    def silu_back(self, parts: tuple[Tensor, Tensor, Tensor], slope: Tensor, out: Tensor) -> None:
+        """Gradients of x, B, C -> before the activation, [rows, channels]."""
+        whole = out if len(out) == len(slope) else scratch.take("mamba.d_before", slope.shape, self.like)
+        x_slope, BC_slope = self.split(slope)
+        x_out, BC_out = self.split(whole)
         dx = parts[0].permute(0, 3, 1, 2, 4)
-        back = torch.ops.aten.silu_backward.grad_input
-        back(dx, _as(before[:, : s.inner], dx), grad_input=_as(whole[:, : s.inner], dx))
+        torch.mul(dx, _as(x_slope, dx), out=_as(x_out, dx))
         for which, grad in enumerate(parts[1:]):
-            grad = grad.transpose(1, 2)
-            first = s.inner + which * s.groups * s.state
-            columns = slice(first, first + s.groups * s.state)
-            back(grad, _as(before[:, columns], grad), grad_input=_as(whole[:, columns], grad))
+            torch.mul(grad.transpose(1, 2), BC_slope[:, :, which], out=BC_out[:, :, which])
         if whole is not out:
             out.copy_(whole[: len(out)])
 

@@ -1,4 +1,4 @@
-"""RMS(x; w) = w x / sqrt(mean(x^2) + eps), and Mamba-2's grouped norm of y silu(z): the norm comes after the gate.
+"""RMS(x; w) = w x / sqrt(mean(x^2) + eps), and the grouped norm of y silu(z): the norm comes after the gate.
 
 Statistics are float32 at least. Each backward keeps one number a row and group, not the normalised tensor.
 """
@@ -17,11 +17,12 @@ SLAB_ELEMENTS = 1 << 17
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis, rounded once to the dtype of x. x [..., D], weight [D] -> [..., D]."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return _RMSNorm.apply(x.to(dtype), weight.to(dtype), eps).to(x.dtype)
+    rows = x.to(dtype).reshape(-1, x.shape[-1])
+    return _RMSNorm.apply(rows, weight.to(dtype), eps).view(x.shape).to(x.dtype)
 
 
 def gated_rms_norm(y_TD: Tensor, z_TD: Tensor, weight_D: Tensor, eps: float, groups: int) -> Tensor:
-    """RMSNorm of y silu(z) in `groups` equal parts of the last axis. y, z [..., D], weight [D] -> [..., D]."""
+    """RMSNorm of y silu(z) in `groups` equal parts of the last axis. y, z [..., D], weight [D] -> like y."""
     dtype = torch.promote_types(y_TD.dtype, torch.float32)
     y, z = (t.to(dtype).reshape(-1, t.shape[-1]) for t in (y_TD, z_TD))
     return _GatedRMSNorm.apply(y, z, weight_D.to(dtype), eps, groups).view(y_TD.shape).to(y_TD.dtype)
@@ -38,12 +39,11 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
-        width = x.shape[-1]
-        product = dy * x
-        inner = torch.mv(product.view(-1, width), weight).view_as(rstd)  # sum over D of dy w x
-        d_weight = torch.mv(product.view(-1, width).T, rstd.flatten())
+        product = torch.mul(dy, x, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        inner = torch.mv(product, weight)[:, None]  # sum over D of dy w x
+        d_weight = torch.mv(product.T, rstd.flatten())
         dx = torch.mul(dy, weight, out=product).mul_(rstd)
-        return dx.addcmul_(x, inner.mul_(rstd.pow(3)).div_(-width)), d_weight, None
+        return dx.addcmul_(x, inner.mul_(rstd.pow(3)).div_(-x.shape[1])), d_weight, None
 
 
 def _rstd(x: Tensor, eps: float) -> Tensor:
@@ -67,9 +67,10 @@ class _GatedRMSNorm(torch.autograd.Function):
         dy, dz = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for _ in range(2))
         d_weight = torch.zeros_like(weight)
         for rows in _slabs(y):
-            d_gated, gate = gated_norm_rows_back(d_out[rows], y[rows], z[rows], weight, rstd[rows], d_weight)
+            back = gated_norm_rows_back(d_out[rows], y[rows], z[rows], weight, rstd[rows], d_weight)
+            d_gated, gate, slope = back
             torch.mul(d_gated, gate, out=dy[rows])
-            torch.ops.aten.silu_backward.grad_input(d_gated.mul_(y[rows]), z[rows], grad_input=dz[rows])
+            torch.mul(d_gated.mul_(y[rows]), slope, out=dz[rows])
         return dy, dz, d_weight, None, None
 
 
@@ -87,10 +88,17 @@ def gated_norm_rows(y, z, weight_D, eps: float, out: Tensor, rstd_RG: Tensor) ->
     out.mul_(weight_D)
 
 
-def gated_norm_rows_back(d_out, y, z, weight_D, rstd_RG, d_weight_D: Tensor) -> tuple[Tensor, Tensor]:
-    """-> scratch [R, D]: the gradient of y silu(z), and silu(z). Adds to d_weight_D."""
+def silu_slope(v: Tensor, sigmoid: Tensor, spare: Tensor) -> Tensor:
+    """d silu(v) / dv = s + s v (1 - s) with s = sigmoid(v), in the memory of `sigmoid`; `spare` may be v itself."""
+    torch.addcmul(v, v, sigmoid, value=-1, out=spare)
+    return sigmoid.addcmul_(sigmoid, spare)
+
+
+def gated_norm_rows_back(d_out, y, z, weight_D, rstd_RG, d_weight_D) -> tuple[Tensor, Tensor, Tensor]:
+    """-> scratch [R, D]: the gradient of y silu(z), silu(z) and its slope. Adds to d_weight_D."""
     groups = rstd_RG.shape[1]
-    gate = torch.ops.aten.silu.out(z, out=scratch.take("norm.gate", y.shape, y))
+    sigmoid = torch.sigmoid(z, out=scratch.take("norm.sigmoid", y.shape, y))
+    gate = torch.mul(z, sigmoid, out=scratch.take("norm.gate", y.shape, y))
     gated = torch.mul(y, gate, out=scratch.take("norm.gated", y.shape, y))
     product = torch.mul(d_out, gated, out=scratch.take("norm.product", y.shape, y))
     by_group = product.unflatten(-1, (groups, -1))
@@ -100,4 +108,5 @@ def gated_norm_rows_back(d_out, y, z, weight_D, rstd_RG, d_weight_D: Tensor) -> 
     by_group.mul_(rstd_RG[..., None])
     slope = inner.squeeze(-1).T * rstd_RG.pow(3).mul_(-groups / y.shape[1])
     by_group.addcmul_(gated.unflatten(-1, (groups, -1)), slope[..., None])
-    return product, gate
+    slope = silu_slope(z, sigmoid, gated)
+    return product, gate, slope

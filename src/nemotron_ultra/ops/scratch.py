@@ -16,7 +16,7 @@ class Scratch(threading.local):
         self.buffers: dict[tuple, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Uninitialised tensor of this shape, of the dtype and device of `like`; grows the buffer `name` if needed."""
+        """Uninitialised tensor of this shape, of the dtype and device of `like`."""
         key, size = (name, like.dtype, like.device), math.prod(shape)
         buffer = self.buffers.get(key)
         if buffer is None or buffer.numel() < size:

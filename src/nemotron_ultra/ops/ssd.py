@@ -7,6 +7,7 @@ Source: Dao and Gu 2024, "Transformers are SSMs", Listing 1. The algebra of the 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -29,19 +30,19 @@ def ssd_scan(
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 128,
 ) -> tuple[Tensor, Tensor]:
-    """Scan of any length -> (y [B, L, H, P], final state [B, H, P, N]), differentiable once in every tensor input.
+    """Scan of any length -> (y [B, L, H, P], final state [B, H, P, N]), differentiable once in every input.
 
-    dt is raw: bias, softplus and the clamp to `dt_limit` happen here. A is negative. Head h reads group h // (H / G).
-    With `cu_seqlens` [docs + 1], B is 1 and the states are one per document, [docs, H, P, N]. float64 in, float64
-    out; else everything is computed in float32. `chunk_size` only changes rounding: chunks longer than 64 are slower
-    on a CPU, so 64 is the longest used.
+    dt is raw: bias, softplus and the clamp to `dt_limit` happen here. A is negative. Head h reads group
+    h // (H / G). With `cu_seqlens` [docs + 1], B is 1 and there is one state per document, [docs, H, P, N].
+    float64 in, float64 out; else everything is computed in float32. `chunk_size` only changes rounding:
+    chunks longer than 64 are slower on a CPU, so 64 is the longest used.
     """
     batch, length, heads, width = x_BLHP.shape
     assert heads % B_BLGN.shape[2] == 0, f"{heads} heads do not share {B_BLGN.shape[2]} groups evenly"
     assert cu_seqlens is None or batch == 1, "cu_seqlens describes one packed row"
     dtype = torch.promote_types(x_BLHP.dtype, torch.float32)
     bounds = [row * length for row in range(batch + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    longest = max((b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True)), default=1)
+    longest = max((b - a for a, b in pairwise(bounds)), default=1)
     chunk = max(1, min(chunk_size, LONGEST_CHUNK, longest))
     dt = dt_BLH.to(dtype) if dt_bias_H is None else dt_BLH.to(dtype) + dt_bias_H.to(dtype)
     dt = F.softplus(dt).clamp(*dt_limit)
@@ -58,7 +59,7 @@ def ssd_scan(
 def _aligned(bounds: list[int], chunk: int, device: torch.device) -> tuple[Tensor | None, list[int]]:
     """Rows and bounds of the pack with every document padded to whole chunks; rows None: it already is."""
     padded = [0]
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+    for first, last in pairwise(bounds):
         padded.append(padded[-1] + -(-(last - first) // chunk) * chunk)
     if padded == bounds:
         return None, padded

@@ -1,9 +1,10 @@
-"""Chunk algebra of the SSD scan: y = (C B^T * decay) u + exp(sum a) C S, S' = exp(sum a) S + (decay u)^T B, u = dt x.
+"""Chunks of the SSD scan: y = (C B^T decay) u + exp(sum a) C S, S' = exp(sum a) S + (decay u)^T B, u = dt x.
 
-A pack of T tokens is cut into chunks of Q tokens wherever its documents begin. A 0/1 mask keeps tokens of different
-documents apart inside a chunk, and a state crosses the border of two chunks only inside a document. Exponents are never
-positive. The gradient of each log decay is summed over the pairs (j before, i at or after) that it separates; the usual
-difference of row and column sums loses half of the digits of dt_bias and A.
+A pack of T tokens is cut into chunks of Q tokens wherever its documents begin. A 0/1 mask keeps tokens of
+different documents apart inside a chunk, and a state crosses the border of two chunks only inside a document.
+Exponents are never positive. The gradient of a log decay is summed over the pairs of tokens that it separates
+(j before it, i at or after it); the usual difference of row and column sums loses a digit of the gradients of
+A and dt_bias.
 
 Shapes in this file: n chunks, G groups, J heads per group, Q tokens of a chunk, P head width, N state.
 """
@@ -13,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from nemotron_ultra.ops.scratch import scratch
 
-
-SLAB_ELEMENTS = 1 << 17
+SLAB_ELEMENTS = 1 << 19  # 2 MB a float32 tensor: with less, the calls cost more than the cache gains
 LONGEST_CHUNK = 64  # measured: 128 costs more score blocks than it saves states, 32 the reverse
 
 
@@ -62,10 +63,10 @@ def chunk_plan(bounds: tuple[int, ...], chunk: int, dtype: torch.dtype, device: 
 
 @dataclass
 class Decays:
-    """Factors of all chunks, [n, G, J, Q] but for `through` [n, G, J]; `logs` are sums of dt A since the chunk or document began."""
+    """Factors of all chunks, [n, G, J, Q] but for `through` [n, G, J]."""
 
     dt: Tensor
-    logs: Tensor
+    logs: Tensor  # sum of dt A since the chunk or the document began
     into: Tensor  # state that enters the chunk -> token
     out: Tensor  # token -> state that leaves the chunk
     through: Tensor  # state that enters -> state that leaves
@@ -86,7 +87,7 @@ class Decays:
 
 @dataclass
 class SmallGrads:
-    """Per-token gradients gathered over all chunks, [n, G, J, Q] (`leave` [n, G, Q, J], `through` [n, G, J])."""
+    """Gradients per token of all chunks, [n, G, J, Q] (`leave` [n, G, Q, J], `through` [n, G, J])."""
 
     pairs: Tensor  # of log decays, from pairs inside the chunk
     enter: Tensor  # of the token's `into`, times it
@@ -145,7 +146,7 @@ class SlabScan:
         return values_TGN[cut.start * self.Q : cut.stop * self.Q].unflatten(0, (-1, self.Q)).transpose(1, 2)
 
     def scores(self, cut: slice, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-        """-> masked C B^T [n, G, 1, Q, Q] and exp(logs_i - logs_j) [n, G, J, Q, Q], which is 1 where the mask is 0."""
+        """-> masked C B^T [n, G, 1, Q, Q], and exp(logs_i - logs_j) [n, G, J, Q, Q], 1 where masked."""
         n, Q = B.shape[0], self.Q
         scores = self.buffer("scores", n, 1, Q, Q)
         torch.bmm(C.flatten(0, 1), B.flatten(0, 1).mT, out=scores.view(n * self.G, Q, Q))
@@ -165,10 +166,10 @@ class SlabScan:
         return u, u_out.flatten(3)
 
     def forward(self, cut: slice, x: Tensor, B: Tensor, C: Tensor, states: Tensor, y: Tensor) -> None:
-        """x, y [n, G, J, Q, P] (views), B, C [n, G, Q, N], states [n + 1, G, J P, N]: the first is read, the others written.
+        """x, y [n, G, J, Q, P] (views), B, C [n, G, Q, N], states [n + 1, G, J P, N] with row 0 given.
 
-        `states` is left with the states that leave chunks 0..n-1 in rows 1..n; `carry` turns those of finished
-        documents into the next one's initial state before they are read.
+        Rows 1..n are written: the state that enters the next chunk, which is the initial state of a document
+        that starts there.
         """
         n, G, J, Q, P = x.shape
         scores, decay = self.scores(cut, B, C)
@@ -189,7 +190,7 @@ class SlabScan:
     def carry(self, cut: slice, states: Tensor) -> None:
         through = self.decays.through[cut][..., None]
         by_head = states.view(*states.shape[:2], self.J, -1)
-        for c, (entering, leaving) in enumerate(zip(by_head[:-1], by_head[1:], strict=True)):
+        for c, (entering, leaving) in enumerate(pairwise(by_head)):
             leaving.addcmul_(entering, through[c])
             chunk = cut.start + c
             if self.final is not None and self.plan.end[chunk] is not None:
@@ -207,7 +208,7 @@ class SlabScan:
     d_final: Tensor | None = None
 
     def carry_back(self, cut: slice, d_states: Tensor) -> None:
-        """Rows 0..n-1 hold what tokens say of the entering states, row n what later chunks say of the leaving one."""
+        """Rows 0..n-1: gradient of entering states from their own tokens; row n: from all later chunks."""
         through = self.decays.through[cut][..., None]
         by_head = d_states.view(*d_states.shape[:2], self.J, -1)
         for c in reversed(range(len(d_states) - 1)):
@@ -231,7 +232,7 @@ class SlabScan:
         d_states: Tensor,
         small: SmallGrads,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dy [n, G, J, Q, P] dense, d_states [n + 1, G, J P, N] with row n given -> dx (as dy), dB, dC [n, G, Q, N]."""
+        """dy [n, G, J, Q, P] dense, d_states [n + 1, G, J P, N], row n given -> dx, dB, dC [n, G, Q, N]."""
         n, G, J, Q, P = x.shape
         scores, decay = self.scores(cut, B, C)
         u, u_out = self.inputs(cut, x)
