@@ -7,6 +7,7 @@ switched off.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import json
 import os
@@ -188,6 +189,7 @@ class Worker:
             )
         self._ended = f"its process ended, see {log_path}"
         self._unread = b""
+        self._killing = threading.Lock()
         self.send(json.dumps(options, default=str))
 
     def send(self, line: str) -> None:
@@ -229,7 +231,9 @@ class Worker:
             raise RuntimeError(self._ended)
 
     def kill(self) -> None:
-        """End the process if it is still there."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)  # its own session: also what the library started
-            self._process.wait()
+        """End the process if it is still there, with all that the library started: it leads its own session."""
+        with self._killing:  # the run and the sink's thread may both give it up
+            if self._process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()

@@ -87,8 +87,8 @@ def draw(chart: Chart) -> str:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean of the finite values under a two-sided exponential kernel, a 20th of the curve, at most 100 steps."""
-    keep = 1.0 - 1.0 / min(50.0, max(2.0, len(values) / 40))
+    """Mean of the finite values under a two-sided exponential kernel, a 20th of the curve wide."""
+    keep = 1.0 - 1.0 / min(50.0, max(2.0, len(values) / 40))  # 100 steps at most
     ahead = _running(values, keep)
     back = _running(values[::-1], keep)[::-1]
     out = []
