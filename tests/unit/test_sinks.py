@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -222,3 +223,18 @@ def test_wandb_that_does_not_answer_goes_on_offline(odd, tmp_path, monkeypatch):
     sinks.close()
     assert len(said) == 1 and "no answer within 1 s" in said[0]
     assert (tmp_path / "rows.txt").read_text().endswith("closed\n")
+
+
+def test_worker_given_up_from_many_sides(odd, tmp_path):
+    sinks, said = odd("HangsInClose", close_seconds=0.1)
+    write_all(sinks)
+    (sink,) = sinks._sinks
+    while sink._worker is None:
+        time.sleep(0.01)
+    threads = [threading.Thread(target=call) for call in [sink._worker.kill] * 8 + [sinks.close] * 2]
+    for thread in threads:
+        thread.start()
+    for thread in [*threads, sink._thread]:
+        thread.join(10.0)
+        assert not thread.is_alive()
+    assert len(said) == 1

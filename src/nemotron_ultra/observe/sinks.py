@@ -231,7 +231,7 @@ class Worker:
             raise RuntimeError(self._ended)
 
     def kill(self) -> None:
-        """End the process if it is still there, with all that the library started: it leads its own session."""
+        """End the process if it is still there, and all that the library started: it leads a session."""
         with self._killing:  # the run and the sink's thread may both give it up
             if self._process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
