@@ -79,7 +79,7 @@ def test_experts_without_tokens_get_zero_gradients():
 
 def test_dispatch_sorts_stably():
     plan = dispatch(torch.tensor([[1, 0], [0, 3]]), 4)
-    assert plan.token_N.tolist() == [0, 1, 0, 1] and plan.bounds == [0, 2, 3, 3, 4]
+    assert plan.token_N.tolist() == [0, 1, 0, 1] and plan.sizes == [2, 1, 0, 1]
     assert plan.place_TK.tolist() == [[2, 0], [1, 3]]
 
 

@@ -7,7 +7,6 @@ are narrow.
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +16,11 @@ from torch.autograd.function import once_differentiable
 
 
 class Dispatch(NamedTuple):
-    """token_N: token of each sorted row; place_TK: sorted row of each choice; bounds: where experts begin."""
+    """token_N: token of each sorted row; place_TK: sorted row of each choice; sizes: rows of each expert."""
 
     token_N: Tensor
     place_TK: Tensor
-    bounds: list[int]
+    sizes: list[int]
 
 
 def dispatch(indices_TK: Tensor, experts: int) -> Dispatch:
@@ -30,10 +29,9 @@ def dispatch(indices_TK: Tensor, experts: int) -> Dispatch:
     order_N = torch.argsort(flat_N, stable=True)
     place_N = torch.empty_like(order_N)
     place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
-    counts = torch.bincount(flat_N, minlength=experts)
-    bounds = [0, *counts.cumsum(0).tolist()]
+    sizes = torch.bincount(flat_N, minlength=experts).tolist()
     token_N = order_N.div(indices_TK.shape[1], rounding_mode="floor")
-    return Dispatch(token_N, place_N.view_as(indices_TK), bounds)
+    return Dispatch(token_N, place_N.view_as(indices_TK), sizes)
 
 
 def routed_experts(
@@ -58,15 +56,16 @@ class _RoutedExperts(torch.autograd.Function):
         ctx: Any, x_TL: Tensor, weights_TK: Tensor, up_EFL: Tensor, down_ELF: Tensor, indices_TK: Tensor
     ) -> Tensor:
         experts, hidden, _ = up_EFL.shape
-        token_N, place_TK, bounds = plan = dispatch(indices_TK, experts)
+        token_N, place_TK, sizes = plan = dispatch(indices_TK, experts)
+        dtype = x_TL.dtype
         rows_NL = x_TL.index_select(0, token_N)
         relu_NF = x_TL.new_empty(rows_NL.shape[0], hidden)
         y_NL = torch.empty_like(rows_NL)
-        for e, (a, b) in enumerate(pairwise(bounds)):
-            if a == b:
-                continue
-            relu_nF = torch.mm(rows_NL[a:b], up_EFL[e].T.to(x_TL.dtype), out=relu_NF[a:b]).relu_()
-            torch.mm(relu_nF.square(), down_ELF[e].T.to(x_TL.dtype), out=y_NL[a:b])
+        parts = (rows_NL.split(sizes), relu_NF.split(sizes), y_NL.split(sizes), up_EFL.mT, down_ELF.mT)
+        for rows, relu, y, up_LF, down_FL in zip(*parts, strict=True):
+            if rows.shape[0]:
+                torch.mm(rows, up_LF.to(dtype), out=relu).relu_()
+                torch.mm(relu.square(), down_FL.to(dtype), out=y)
         ctx.plan = plan
         ctx.save_for_backward(x_TL, weights_TK, up_EFL, down_ELF, relu_NF)
         return _combine(y_NL, place_TK, weights_TK)
@@ -75,30 +74,28 @@ class _RoutedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_TL: Tensor) -> tuple[Tensor | None, ...]:
         x_TL, weights_TK, up_EFL, down_ELF, relu_NF = ctx.saved_tensors
-        token_N, place_TK, bounds = ctx.plan
-        # With p = relu * (g down): dw = rowsum(relu p), d(up x) = 2 w p, so 2w multiplies the narrow rows
-        # instead.
-        weight_N1 = torch.empty_like(weights_TK).view(-1)
-        weight_N1[place_TK.view(-1)] = weights_TK.reshape(-1)
-        weight_N1 = weight_N1[:, None]
+        token_N, place_TK, sizes = ctx.plan
+        dtype = x_TL.dtype
+        # With p = relu * (g down): dw = rowsum(relu p), d(up x) = 2 w p, so 2w multiplies the narrow rows.
+        weight_N1 = torch.empty_like(weights_TK).view(-1, 1)
+        weight_N1[place_TK.view(-1)] = weights_TK.reshape(-1, 1)
         grad_NL = grad_TL.index_select(0, token_N)
         weighted_grad_NL = grad_NL * weight_N1
         weighted_rows_NL = x_TL.index_select(0, token_N).mul_(weight_N1.mul_(2))
-        dup_EFL = torch.empty_like(up_EFL, dtype=x_TL.dtype)
-        ddown_ELF = torch.empty_like(down_ELF, dtype=x_TL.dtype)
-        dweight_N = torch.empty_like(weight_N1[:, 0])
+        dup_EFL = torch.empty_like(up_EFL, dtype=dtype)
+        ddown_ELF = torch.empty_like(down_ELF, dtype=dtype)
+        dweight_N = grad_TL.new_empty(grad_NL.shape[0])
         drows_NL = torch.empty_like(grad_NL)
-        for e, (a, b) in enumerate(pairwise(bounds)):
-            if a == b:
-                dup_EFL[e].zero_()
-                ddown_ELF[e].zero_()
-                continue
-            relu_nF = relu_NF[a:b]
-            p_nF = torch.mm(grad_NL[a:b], down_ELF[e].to(x_TL.dtype)).mul_(relu_nF)
-            torch.mm(p_nF.T, weighted_rows_NL[a:b], out=dup_EFL[e])
-            torch.mm(p_nF, up_EFL[e].to(x_TL.dtype), out=drows_NL[a:b])
-            torch.sum(p_nF.mul_(relu_nF), -1, out=dweight_N[a:b])
-            torch.mm(weighted_grad_NL[a:b].T, torch.square(relu_nF, out=p_nF), out=ddown_ELF[e])
+        sorted_rows = (relu_NF, grad_NL, weighted_grad_NL, weighted_rows_NL, drows_NL, dweight_N)
+        parts = (*(x.split(sizes) for x in sorted_rows), up_EFL, down_ELF, dup_EFL, ddown_ELF)
+        for relu, g, weighted_g, weighted_rows, drows, dweight, up, down, dup, ddown in zip(
+            *parts, strict=True
+        ):
+            p = torch.mm(g, down.to(dtype)).mul_(relu)
+            torch.mm(p.T, weighted_rows, out=dup)
+            torch.mm(p, up.to(dtype), out=drows)
+            torch.sum(p.mul_(relu), -1, out=dweight)
+            torch.mm(weighted_g.T, torch.square(relu, out=p), out=ddown)
         dx_TL = _combine(drows_NL, place_TK, weights_TK * 2)
         dweights_TK = dweight_N[place_TK.view(-1)].view_as(weights_TK)
         return dx_TL, dweights_TK, dup_EFL.to(up_EFL.dtype), ddown_ELF.to(down_ELF.dtype), None
