@@ -7,8 +7,10 @@ import shutil
 import pytest
 import torch
 
-from micro import losses, micro_corpus, micro_overrides
+from micro import losses, micro_corpus, micro_engine, micro_overrides
 from nemotron_ultra import load_model, save_model, train
+from nemotron_ultra.errors import NonFiniteError
+from nemotron_ultra.trainers.build import check_weights
 
 
 @pytest.fixture(scope="module")
@@ -136,3 +138,11 @@ def test_vocabulary_smaller_than_the_tokenizers(capsys, corpus, tmp_path):
 def test_schedule_longer_than_the_run(capsys, corpus, tmp_path):
     status, said = fails(capsys, corpus, tmp_path, **{"schedule.warmup_tokens": 1e6})
     assert status == 2 and "warmup_tokens" in said
+
+
+def test_weights_that_are_not_finite_are_not_saved():
+    engine = micro_engine()
+    with torch.no_grad():
+        engine.model.lm_head.weight[3, 0] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"after step 0 are not finite, first in lm_head\.weight"):
+        check_weights(engine)

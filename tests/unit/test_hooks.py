@@ -64,7 +64,7 @@ def test_validation_counts_bits_per_byte():
     assert metrics["val/bits_per_byte"] == pytest.approx(metrics["val/loss"] / math.log(2) / 3)
     logits = [engine.model(b.tokens_T, b.cu_seqlens).logits_TV for b in batches]
     nll = [
-        torch.nn.functional.cross_entropy(x, b.labels_T, reduction="none") * b.weight_T
+        torch.nn.functional.cross_entropy(x.detach(), b.labels_T, reduction="none") * b.weight_T
         for x, b in zip(logits, batches, strict=True)
     ]
     mean = float(sum(x.sum() for x in nll) / sum(b.weight_T.sum() for b in batches))

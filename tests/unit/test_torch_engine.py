@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from micro import micro_batches, micro_engine, micro_model, objective, step, weights
+from micro import joined, micro_batches, micro_engine, micro_model, objective, step, weights
 from nemotron_ultra.engine.grads import first_non_finite, global_norm
 from nemotron_ultra.engine.recompute import recompute_blocks
 from nemotron_ultra.errors import CheckpointError, NonFiniteError
@@ -213,3 +213,20 @@ def test_error_of_bf16_weights_does_not_grow_with_micro_batches():
 def test_first_non_finite_keeps_the_order():
     tensors = {"a": torch.ones(2), "b": torch.tensor([1.0, float("inf")]), "c": torch.tensor([float("nan")])}
     assert first_non_finite(tensors) == "b" and first_non_finite({"a": torch.ones(1)}) is None
+
+
+def test_two_forward_backwards_before_one_step_count_together():
+    engine, batches = micro_engine(), micro_batches(2)
+    engine.forward_backward(batches[:1], objective())
+    first = engine.counts_LE.clone()
+    engine.forward_backward(batches[1:], objective())
+    assert int(engine.counts_LE.sum()) > int(first.sum())
+    engine.optimizer_step()
+    assert engine.tokens == sum(b.num_tokens for b in batches)
+
+
+def test_residual_norm_does_not_depend_on_the_split():
+    one, other, batches = micro_engine(), micro_engine(), micro_batches(3)
+    one.forward_backward([joined(batches)], objective())
+    other.forward_backward(batches, objective())
+    torch.testing.assert_close(one.residual_norm_L, other.residual_norm_L, rtol=1e-5, atol=1e-6)

@@ -180,6 +180,8 @@ def _digest(path: Path) -> str:
 
 def _sync(path: Path) -> None:
     """Flush a file or a folder's entries to the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows has no handle for a folder's entries
+        return
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nemotron_ultra.config.optim import OptimConfig
 from nemotron_ultra.data.batch import TokenBatch
@@ -22,6 +22,8 @@ from nemotron_ultra.engine.base import Metrics, Objective
 from nemotron_ultra.engine.grads import MasterWeights, first_non_finite, global_norm
 from nemotron_ultra.engine.schedule import Schedule
 from nemotron_ultra.errors import CheckpointError, NonFiniteError
+from nemotron_ultra.model.hybrid import HybridLM, ModelOutput
+from nemotron_ultra.model.router import RouterStats
 from nemotron_ultra.ops.logprob import token_logprob
 from nemotron_ultra.ops.routing import updated_bias
 
@@ -35,7 +37,7 @@ class TorchEngine:
     """
 
     def __init__(
-        self, model: nn.Module, optim: OptimConfig, schedule: Schedule, *, router_bias_rate: float = 1e-3
+        self, model: HybridLM, optim: OptimConfig, schedule: Schedule, *, router_bias_rate: float = 1e-3
     ):
         self.model, self.schedule, self.clip, self.router_bias_rate = (
             model,
@@ -60,17 +62,20 @@ class TorchEngine:
         """
         counts = _sum_counts(batches, objective)
         totals: dict[str, Tensor] = {}
-        norms: list[Tensor] = []
-        self.counts_LE, self._documents = None, []
+        squares_L: Tensor | float = 0.0
+        tokens = sum(batch.num_tokens for batch in batches)
+        if not self._pending_tokens:
+            self.counts_LE, self._documents = None, []
         for batch in batches:
             self._documents += batch.stats.get("documents", [])
             output, loss, metrics = self._forward(batch, objective, counts)
             self._check_loss(loss, output, batch)
             loss.backward()
             _add(totals, metrics)
-            self._collect(output, norms)
+            self._count_routing(output.router)
+            squares_L = squares_L + output.residual_norm_L.square() * (batch.num_tokens / tokens)
             self._pending_tokens += batch.num_tokens
-        self.residual_norm_L = torch.stack(norms).square().mean(0).sqrt() if norms else None
+        self.residual_norm_L = squares_L.sqrt()
         return {name: float(value) for name, value in totals.items()}
 
     def optimizer_step(self) -> Metrics:
@@ -147,13 +152,10 @@ class TorchEngine:
         output = self.model(batch.tokens_T, batch.cu_seqlens)
         return output, *objective(output, batch, counts)
 
-    def _collect(self, output: Any, norms: list[Tensor]) -> None:
-        if output.residual_norm_L is not None:
-            norms.append(output.residual_norm_L)
-        if output.router is not None and output.router.names:
-            self.router_names = output.router.names
-            seen_LE = output.router.counts_LE
-            self.counts_LE = seen_LE.clone() if self.counts_LE is None else self.counts_LE + seen_LE
+    def _count_routing(self, router: RouterStats) -> None:
+        if router.names:
+            self.router_names = router.names
+            self.counts_LE = router.counts_LE if self.counts_LE is None else self.counts_LE + router.counts_LE
 
     @torch.no_grad()
     def _update_router_bias(self) -> None:
@@ -163,12 +165,13 @@ class TorchEngine:
             bias_E = moe.gate.e_score_correction_bias
             bias_E.copy_(updated_bias(bias_E, counts_E, self.router_bias_rate))
 
-    def _check_loss(self, loss: Tensor, output: Any, batch: TokenBatch) -> None:
+    def _check_loss(self, loss: Tensor, output: ModelOutput, batch: TokenBatch) -> None:
         if bool(torch.isfinite(loss)):
             return
         where = "the loss (all layers are finite)"
-        if output.residual_norm_L is not None and not bool(torch.isfinite(output.residual_norm_L).all()):
-            where = f"backbone.layers.{int((~torch.isfinite(output.residual_norm_L)).int().argmax())}"
+        bad_L = ~torch.isfinite(output.residual_norm_L)
+        if bool(bad_L.any()):
+            where = f"backbone.layers.{int(bad_L.int().argmax())}"
         self._refuse("loss", where, batch.stats.get("documents", []), loss.detach())
 
     def _refuse(self, what: str, where: str, documents: list[str], value: Tensor) -> None:

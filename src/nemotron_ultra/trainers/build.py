@@ -16,10 +16,11 @@ from nemotron_ultra.data.blend import BlendStream
 from nemotron_ultra.data.tokenizer import Tokenizer
 from nemotron_ultra.engine.base import Objective
 from nemotron_ultra.engine.checkpoint import load_checkpoint, save_checkpoint
+from nemotron_ultra.engine.grads import first_non_finite
 from nemotron_ultra.engine.recompute import recompute_blocks
 from nemotron_ultra.engine.schedule import Schedule
 from nemotron_ultra.engine.torch_engine import TorchEngine
-from nemotron_ultra.errors import BackendError, CheckpointError, ConfigError
+from nemotron_ultra.errors import BackendError, CheckpointError, ConfigError, NonFiniteError
 from nemotron_ultra.model.hf_folder import load_model, save_model
 from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.observe.console import Console
@@ -102,11 +103,22 @@ def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
         )
 
 
+def check_weights(engine: TorchEngine) -> None:
+    """Raises NonFiniteError if a weight is NaN or infinite, so that no such checkpoint is ever written."""
+    bad = first_non_finite(engine.model.state_dict())
+    if bad is not None:
+        raise NonFiniteError(
+            f"the weights after step {engine.step} are not finite, first in {bad}",
+            do="nothing was saved; lower optim.lr and go on from the checkpoint before",
+        )
+
+
 def save_run(run: Run, hooks: Sequence[Hook]) -> Path:
     """Write the checkpoint {run, engine, stream, hooks} of the engine's step; weights as a Hugging Face
     folder.
     """
     engine = run.engine
+    check_weights(engine)
     state = engine.state_dict()
     del state["model"]  # written by save_model
     parts = {

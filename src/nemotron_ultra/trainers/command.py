@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nemotron_ultra.config.run import RunConfig
+from nemotron_ultra.engine.checkpoint import list_checkpoints
 from nemotron_ultra.errors import NemotronError
 from nemotron_ultra.observe.console import Console
 from nemotron_ultra.observe.html import write_report
@@ -36,7 +37,8 @@ def in_run_folder(config: RunConfig, train: Train) -> int:
             console.note(f"{saved.name}: step {saved.step} of {steps} is finished and saved")
             console.done(folder.path, f"{this_command(config)}   (the same command continues)")
             return saved.code
-        folder.record(finished=now(), finished_steps=steps)
+        reached = max([steps, *(step for step, _ in list_checkpoints(folder.path))])
+        folder.record(finished=now(), finished_steps=reached)
         write_report([folder.path], folder.path / "report.html")
         return _finish(config, folder, console)
 

@@ -203,6 +203,10 @@ class SavedOnSignal(SystemExit):
         self.name, self.step = name, step
 
 
+# Windows has no SIGUSR1.
+_SIGNALS = [s for s in signal.Signals if s.name in ("SIGTERM", "SIGUSR1", "SIGINT")]
+
+
 class Signals(Hook):
     """SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, stop. A second Ctrl-C stops at once."""
 
@@ -212,7 +216,7 @@ class Signals(Hook):
         self.before: dict[signal.Signals, Any] = {}
 
     def start(self) -> None:
-        for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        for name in _SIGNALS:
             self.before[name] = signal.signal(name, self._receive)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

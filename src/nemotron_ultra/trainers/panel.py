@@ -8,6 +8,7 @@ import fnmatch
 import os
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -111,10 +112,11 @@ def precision_rows(model: HybridLM, precision: PrecisionConfig, device: torch.de
 
 
 def thread_note() -> str | None:
-    """Advice where spinning OpenMP threads would slow a busy machine."""
-    if os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE" or torch.get_num_threads() == 1:
+    """Advice where other programs keep the machine busy: threads that spin while waiting get in their way."""
+    passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
+    if passive or torch.get_num_threads() == 1 or psutil.getloadavg()[0] < 1:
         return None
-    return "OMP_WAIT_POLICY is not PASSIVE: set it if other programs use this machine, or steps get slow"
+    return "this machine is busy: steps are faster with OMP_WAIT_POLICY=PASSIVE in the environment"
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:

@@ -10,7 +10,6 @@ recipe's run, or a changed configuration is refused. One process at a time holds
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from nemotron_ultra.config.compose import to_dict, to_yaml
 from nemotron_ultra.config.run import RunConfig
@@ -77,7 +77,7 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 class RunFolder:
     """An open, locked run folder. `facts` is the content of run.json, `checkpoint` the newest one or None."""
 
-    def __init__(self, path: Path, lock: int):
+    def __init__(self, path: Path, lock: FileLock):
         self.path, self._lock = path, lock
         self.facts: dict[str, Any] = {}
 
@@ -118,7 +118,7 @@ class RunFolder:
             self.path.rmdir()
 
     def close(self) -> None:
-        os.close(self._lock)
+        self._lock.release()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -128,7 +128,7 @@ class RunFolder:
 
     def _begin(self, config: RunConfig) -> None:
         _write(self.path / "config.yaml", to_yaml(config))
-        self.record(recipe=config.recipe, created=now(), started=[now()])
+        self.record(recipe=config.recipe, created=now(), started=[now()], process=_this_process())
 
     def _continue(self, config: RunConfig) -> None:
         if _is_untrained(self.path):
@@ -146,7 +146,7 @@ class RunFolder:
         if _comparable(before) != _comparable(to_dict(config)):
             _keep_earlier(self.path / "config.yaml")
             _write(self.path / "config.yaml", to_yaml(config))
-        self.record(started=[*self.facts.get("started", []), now()])
+        self.record(started=[*self.facts.get("started", []), now()], process=_this_process())
 
 
 def now() -> str:
@@ -203,22 +203,23 @@ def _check_owner(path: Path, config: RunConfig) -> None:
         raise ConfigError("run.resume=never, but the run exists", got=path, do="choose another run.name")
 
 
-def _take_lock(path: Path) -> int:
+def _take_lock(path: Path) -> FileLock:
     """An exclusive lock that the system drops when this process ends, however it ends."""
-    handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    lock = FileLock(path / ".lock", timeout=0)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        owner = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
-        os.close(handle)
+        return lock.acquire().lock
+    except Timeout:
+        facts = path / "run.json"
+        owner = json.loads(facts.read_text()).get("process") if facts.is_file() else None
         raise ConfigError(
             f"{path} is being written by another process",
             got=owner,
             do="wait for it, stop it, or choose another run.name",
         ) from None
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {now()}\n".encode(), 0)
-    return handle
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def _keep_earlier(path: Path) -> None:
