@@ -5,6 +5,7 @@ After a wanted change: `python tests/recipes/test_recipes_compose.py` writes the
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from nemotron_ultra.config.compose import load_recipe, read_yaml, recipes, to_di
 from nemotron_ultra.config.plan import count_parameters
 from nemotron_ultra.config.run import RunConfig
 
+loaded = functools.cache(load_recipe)  # frozen, so tests may share it
 GOLDEN = Path(__file__).resolve().parent / "golden"
 ULTRA = ["ultra_pretrain", "ultra_pretrain_phase2", "ultra_long_context"]
 STEP_TOKENS = 25_165_824
@@ -27,7 +29,7 @@ def no_places(monkeypatch):
 
 @pytest.mark.parametrize("name", list(recipes()))
 def test_composes_validates_and_round_trips(name):
-    config = load_recipe(name)
+    config = loaded(name)
     assert config.recipe == config.run.name == name
     assert checked(RunConfig, to_dict(config)) == config
     assert to_dict(checked(RunConfig, to_dict(config))) == to_dict(config)
@@ -36,11 +38,11 @@ def test_composes_validates_and_round_trips(name):
 @pytest.mark.parametrize("name", ULTRA)
 def test_equals_the_stored_file(name):
     stored = read_yaml(GOLDEN / f"{name}.yaml")
-    assert to_dict(load_recipe(name)) == to_dict(checked(RunConfig, stored))
+    assert to_dict(loaded(name)) == to_dict(checked(RunConfig, stored))
 
 
 def test_every_shipped_cluster_recipe_is_stored():
-    big = [name for name in recipes() if load_recipe(name).cluster.gpus]
+    big = [name for name in recipes() if loaded(name).cluster.gpus]
     assert sorted(big) == sorted(ULTRA) == sorted(file.stem for file in GOLDEN.glob("*.yaml"))
 
 
@@ -67,11 +69,11 @@ def test_models_have_the_layers_and_sizes_of_the_reports():
         found = count_parameters(model)
         assert (found.total / 1e9, found.active / 1e9) == pytest.approx(billions[name], abs=0.01)
     blocks = ["M*EMEME", "M*EMEMEME", "M*EMEMEME"]
-    assert load_recipe("ultra_pretrain").model.pattern == "MEMEME" + "".join(blocks * 4) + "ME"
+    assert loaded("ultra_pretrain").model.pattern == "MEMEME" + "".join(blocks * 4) + "ME"
 
 
 def test_ultra_pretrain_is_the_reports_run():
-    c = load_recipe("ultra_pretrain")
+    c = loaded("ultra_pretrain")
     assert c.tokens_per_step == STEP_TOKENS == 3072 * 8192
     assert c.trainer.steps == 794_728 and c.total_tokens == pytest.approx(20e12, rel=1e-6)
     assert c.schedule.warmup_tokens == 200e9 and round(200e9 / STEP_TOKENS) == 7_947
@@ -98,25 +100,25 @@ def test_ultra_pretrain_is_the_reports_run():
 
 
 def test_blends_are_those_of_figure_4():
-    one, two = (phase.sources for phase in load_recipe("ultra_pretrain").data.phases)
+    one, two = (phase.sources for phase in loaded("ultra_pretrain").data.phases)
     assert len(set(one) | set(two)) == 19 and (len(one), len(two)) == (16, 17)
     assert sum(s.weight for s in one.values()) == pytest.approx(99.9)
     assert sum(s.weight for s in two.values()) == pytest.approx(99.9)
     crawl = [n for n in one | two if "crawl" in n and n != "crawl++"]
     assert sum(one[n].weight for n in crawl if n in one) == pytest.approx(49.2)
     assert sum(two[n].weight for n in crawl if n in two) == pytest.approx(38.4)
-    alone = load_recipe("ultra_pretrain_phase2").data.phases[0].sources
+    alone = loaded("ultra_pretrain_phase2").data.phases[0].sources
     assert alone == two
 
 
 def test_phase_2_alone_decays_from_its_first_token():
-    c = load_recipe("ultra_pretrain_phase2")
+    c = loaded("ultra_pretrain_phase2")
     assert c.trainer.steps == 198_682 and c.schedule.decay_tokens == c.schedule.total_tokens == 5e12
     assert c.schedule.warmup_tokens == 0 and c.run.init_from.endswith("ultra_pretrain_15T")
 
 
 def test_long_context_is_the_reports_phase():
-    c = load_recipe("ultra_long_context")
+    c = loaded("ultra_long_context")
     assert c.data.sequence_length == 1_048_576 and c.trainer.global_batch_size == 24
     (short,) = c.data.alternates
     assert (short.sequence_length, short.share) == (4096, 0.08) and STEP_TOKENS // 4096 == 6144
@@ -126,7 +128,7 @@ def test_long_context_is_the_reports_phase():
     assert (p.context, p.tensor, p.expert, p.pipeline) == (32, 8, 128, 2)
     sources = {name: source.weight for name, source in c.data.phases[0].sources.items()}
     assert sources.pop("long-context") == 46 and sum(sources.values()) == pytest.approx(54, rel=2e-3)
-    two = load_recipe("ultra_pretrain_phase2").data.phases[0].sources
+    two = loaded("ultra_pretrain_phase2").data.phases[0].sources
     assert sources == pytest.approx({name: 0.54 * source.weight for name, source in two.items()})
 
 
@@ -153,7 +155,7 @@ def test_long_context_is_the_reports_phase():
     ],
 )
 def test_precision_of_each_tensor_class(module, format):
-    config = load_recipe("ultra_pretrain")
+    config = loaded("ultra_pretrain")
     assert config.precision.format_of(module, config.model.num_layers) == format
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import subprocess
 import sys
@@ -111,13 +112,18 @@ def test_infinity_only_where_it_means_something():
 
 
 def test_a_number_may_be_a_name():
-    run = to_dict(load_recipe("pretrain"))
+    run = to_dict(pretrain())
     run["run"]["name"] = 12
     assert checked(RunConfig, run).run.name == "12"
 
 
+@functools.cache
+def pretrain() -> RunConfig:
+    return load_recipe("pretrain")
+
+
 def _run(**changes: object) -> dict:
-    values = to_dict(load_recipe("pretrain"))
+    values = to_dict(pretrain())
     for path, value in changes.items():
         group, _, key = path.partition("__")
         values[group][key] = value
@@ -159,7 +165,7 @@ def test_all_mistakes_at_once_with_paths():
 
 
 def test_unknown_key_is_found_in_another_group():
-    values = to_dict(load_recipe("pretrain"))
+    values = to_dict(pretrain())
     values["steps"] = 5
     with pytest.raises(ConfigError, match=r"steps: unknown key, got 5 \(did you mean 'trainer.steps'\?\)"):
         checked(RunConfig, values)
