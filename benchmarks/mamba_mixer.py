@@ -1,12 +1,12 @@
-"""Mamba-2 mixer, forward and backward: ours beside transformers' on the same weights, in one interleaved run.
+"""Mamba-2 mixer, forward and backward: ours beside transformers' on the same weights, interleaved in one run.
 
-    python benchmarks/mamba_mixer.py                      4 x 512, 4 x 2048, 4 x 4096
+    python benchmarks/mamba_mixer.py                  4 x 512, 4 x 2048, 4 x 4096
     python benchmarks/mamba_mixer.py --lengths 512 --repeat 3
-    python benchmarks/mamba_mixer.py --scaling            time per token and memory, one row of 512 to 16,384 tokens
+    python benchmarks/mamba_mixer.py --scaling        time per token and memory, one row, 512 to 16,384
 
-Outputs and input gradients are compared before anything is timed. CPU seconds count all threads, so they can be
-trusted on a shared machine; each figure is the best of the repeats. Both sides run in this process, under the same
-malloc settings. To see both with memory that glibc does not hand back, set MALLOC_TOP_PAD_=268435456,
+Outputs and input gradients are compared before anything is timed. CPU seconds count all threads, so they can
+be trusted on a shared machine; each figure is the best of the repeats. Both sides run in this process, under
+the same malloc settings. To see both with memory that glibc does not hand back, set MALLOC_TOP_PAD_=268435456,
 MALLOC_TRIM_THRESHOLD_=4294967296 and MALLOC_MMAP_THRESHOLD_=4294967296.
 """
 
@@ -120,9 +120,9 @@ def scaling(repeat: int) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         times = [timed(block, u, grad) for _ in range(repeat + 1)][1:]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        best = min(cpu for _, cpu in times)
+        microseconds = min(cpu for _, cpu in times) / length * 1e6
         print(
-            f"1 x {length:<6} {best / length * 1e6:6.1f} CPU-us a token   peak grew by {peak / 1024:6.0f} MiB",
+            f"1 x {length:<6} {microseconds:6.1f} CPU-us a token   peak grew by {peak / 1024:.0f} MiB",
             flush=True,
         )
 

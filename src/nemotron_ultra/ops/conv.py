@@ -122,7 +122,6 @@ class ConvGrads:
     def __init__(self, taps_KC: Tensor, slab: int, has_bias: bool):
         self.taps_KC, self.slab = taps_KC, slab
         taps, channels = taps_KC.shape
-        assert slab >= taps - 1, "a slab must hold the window of the rows before it"
         self.window = scratch.take("conv.window", (taps - 1, channels), taps_KC)
         self.sums = scratch.take("conv.sums", (taps, self.piece, channels), taps_KC).zero_()
         self.bias = taps_KC.new_zeros(channels) if has_bias else None
@@ -132,6 +131,7 @@ class ConvGrads:
         """[rows, C], to be filled with the gradient before the activation."""
         ahead, channels = self.window.shape
         if self.d_before is not None:
+            assert self.slab >= ahead, "a slab must hold the window of the rows before it"
             self.window.copy_(self.d_before[:ahead])
         self.d_before = scratch.take("conv.d_before", (self.slab + ahead, channels), self.taps_KC)
         self.d_before[rows : rows + ahead] = self.window

@@ -89,7 +89,7 @@ def gated_norm_rows(y, z, weight_D, eps: float, out: Tensor, rstd_RG: Tensor) ->
 
 
 def silu_slope(v: Tensor, sigmoid: Tensor, spare: Tensor) -> Tensor:
-    """d silu(v) / dv = s + s v (1 - s) with s = sigmoid(v), in the memory of `sigmoid`; `spare` may be v itself."""
+    """d silu(v) / dv = s + s v (1 - s), s = sigmoid(v), in the memory of `sigmoid`; `spare` may be v."""
     torch.addcmul(v, v, sigmoid, value=-1, out=spare)
     return sigmoid.addcmul_(sigmoid, spare)
 
