@@ -35,7 +35,12 @@ or one
 The same command again goes on where it was stopped, and says so where it was finished.
 """
 
+SLOW_TO_HASH = 2e9  # bytes, some seconds
 TRAIN = "python -m nemotron_ultra.train recipe=pretrain"
+EMPTY_VALID = (
+    "valid is empty: cut long files into documents with --split-on, "
+    "use a larger --valid-fraction, or name validation files with --valid"
+)
 RESUMES = "finished parts are kept, the same command goes on from them"
 
 
@@ -129,7 +134,7 @@ def summary(out: Path, manifest: dict[str, Any], was_there: bool, resumed: int) 
         )
         lines.append(f"{split:<6}{counts}  {ratio:.2f} bytes/token")
     if not manifest["splits"]["valid"]["documents"]:
-        lines.append("valid is empty: use a larger --valid-fraction, or name files for it with --valid")
+        lines.append(EMPTY_VALID)
     if manifest["xz_bits_per_byte"]:
         note = f"first {manifest['xz_bytes'] / 1e6:.1f} MB of the validation text"
         lines.append(f"xz needs {manifest['xz_bits_per_byte']:.3f} bits per byte on the {note}")
@@ -164,10 +169,13 @@ def _open(arguments: argparse.Namespace) -> tuple[dict[str, Any], Parts, int | N
     files = find_files(names, arguments.out) + find_files(arguments.valid, arguments.out, valid=True)
     if not files:
         raise DataError("empty corpus: no files in the input", got=" ".join(names))
+    total = sum(file.size for file in files)
+    if total > SLOW_TO_HASH:
+        print(f"hashing {len(files):,} files, {total / 1e9:,.1f} GB", file=sys.stderr)
     files = with_digests(files)
     parts = make_parts(files)
     identity = {"files": len(files), "fingerprint": fingerprint(files)}
-    return identity, lambda first: parts[first:], sum(file.size for file in files)
+    return identity, lambda first: parts[first:], total
 
 
 def _make_folder(out: Path) -> None:

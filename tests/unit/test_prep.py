@@ -279,6 +279,8 @@ def test_damage_to_a_finished_folder_is_seen(tmp_path, capsys):
         (["a.txt", "datasets:x"], "datasets:NAME stands alone"),
         (["a.txt", "--tokenizer", "nowhere"], "tokenizer not found"),
         (["a.txt", "--out", "a.txt"], "a.txt is not a folder"),
+        (["linked"], "gone is not a regular file"),
+        (["bad.parquet"], "bad.parquet is not a parquet file"),
         (["a.txt", "--out", "full"], "full holds train.bin of something else"),
     ],
 )
@@ -287,6 +289,9 @@ def test_bad_input_gives_one_clear_error(tmp_path, monkeypatch, capsys, argument
     Path("empty").mkdir()
     Path("full").mkdir()
     Path("full/train.bin").write_text("x")
+    Path("linked").mkdir()
+    Path("linked/gone").symlink_to("nowhere")
+    Path("bad.parquet").write_text("PAR1 no")
     Path("blank.txt").write_text("\n")
     Path("a.txt").write_text("text")
     Path("cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}' * 99)[:-9])

@@ -58,7 +58,9 @@ def read_documents(part: Part, reading: Reading) -> Iterator[Document]:
     for piece in part.pieces:
         try:
             yield from readers[part.kind](piece, reading)
-        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        except DataError:
+            raise
+        except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
             raise DataError(f"cannot read {piece.path}", got=error) from error
 
 

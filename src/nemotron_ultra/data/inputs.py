@@ -80,6 +80,8 @@ def find_files(inputs: Iterable[str], out: Path, *, valid: bool = False) -> list
         for file in files:
             if out in file.resolve().parents:
                 continue
+            if not file.is_file():
+                raise DataError(f"{file} is not a regular file", do="remove it, or name the files to read")
             name = file.relative_to(path.parent).as_posix() if path.name else file.as_posix()
             found.append(InputFile(argument, name, str(file), _kind(file), file.stat().st_size, valid))
     return found

@@ -4,6 +4,7 @@ come."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -59,6 +60,7 @@ def _pump(pool: ProcessPoolExecutor, todo: Iterator[Part], window: int) -> Itera
 
 def _start_worker(folder: str, tokenizer: str, wanted_hash: str, options: Options) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core each: the processes are the parallel part
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once, also inside the library
     _worker.update(folder=Path(folder), options=options, tokenizer=load_tokenizer(tokenizer))
     assert _worker["tokenizer"].hash == wanted_hash, "the tokenizer's file changed while it was in use"
     Thread(target=_end_with_parent, daemon=True).start()

@@ -114,6 +114,7 @@ def _finished(out: Path, identity: dict[str, Any]) -> dict[str, Any]:
             got=f"missing or changed: {', '.join(damaged)}",
             do="remove the folder and give the command again",
         )
+    shutil.rmtree(out / PARTS, ignore_errors=True)  # a kill after the manifest leaves some of it
     return manifest
 
 
