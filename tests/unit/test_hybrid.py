@@ -82,6 +82,12 @@ def test_meta_device_holds_no_memory():
     assert fp32 == [n for n in dtypes if n.endswith("e_score_correction_bias")]
 
 
+def test_built_inside_a_device_context():
+    with torch.device("meta"):
+        model = HybridLM(CONFIG)
+    assert all(t.is_meta for t in model.state_dict().values())
+
+
 def test_bf16_weights_compute_in_float32_on_a_cpu():
     torch.manual_seed(0)
     stored = HybridLM(CONFIG, dtype=torch.bfloat16)
