@@ -88,17 +88,15 @@ class Tokenizer:
         Exact for byte-level BPE and for SentencePiece with byte fallback, so that the sum over a document's
         ids is its size in bytes. For other kinds it is the length of the entry's text.
         """
-        special = {t["id"] for t in self.content.get("added_tokens", []) if t.get("special")}
+        added = self.content.get("added_tokens", [])
+        special = {token["id"] for token in added if token.get("special")}
+        plain = {token["id"] for token in added}
         byte_level = '"ByteLevel"' in self._text
         out = np.zeros(self.vocab_size, dtype=np.int64)
         for token, index in self._plain.get_vocab(with_added_tokens=True).items():
             if index not in special:
-                out[index] = _bytes_of(token, byte_level and index not in self._added)
+                out[index] = _bytes_of(token, byte_level and index not in plain)
         return out
-
-    @property
-    def _added(self) -> set[int]:
-        return {t["id"] for t in self.content.get("added_tokens", [])}
 
     def _id_of(self, token: Any) -> int | None:
         text = token.get("content") if isinstance(token, dict) else token
