@@ -60,6 +60,18 @@ def test_hash_is_of_content_not_layout(builtin, tmp_path):
     assert load_tokenizer(folder_with(tmp_path / "other", content, eos_token="</s>")).hash != builtin.hash
 
 
+def test_saving_again_keeps_the_hash(builtin, tmp_path):
+    content = json.loads((BUILTIN / "tokenizer.json").read_text())
+    sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    start = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    names = {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}
+    template = {"type": "TemplateProcessing", "single": [start, sequence], "pair": [sequence, sequence]}
+    content["post_processor"] = template | {"special_tokens": names}
+    content["model"]["merges"] = [" ".join(merge) for merge in content["model"]["merges"]]
+    other = load_tokenizer(folder_with(tmp_path / "saved", content, eos_token="</s>"))
+    assert other.hash == builtin.hash and other.encode("a b") == builtin.encode("a b")
+
+
 def test_truncation_and_padding_of_the_file_are_off(builtin, tmp_path):
     content = json.loads((BUILTIN / "tokenizer.json").read_text())
     content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}

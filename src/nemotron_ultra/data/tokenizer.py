@@ -2,7 +2,7 @@
 
 `tokenizer.json` and `tokenizer_config.json` are the files of any Hugging Face tokenizer folder. Differs from
 `transformers`: text is only text (a special token spelled out in a document stays ordinary characters unless
-asked for), nothing is added at the ends, and the file's own truncation and padding are switched off.
+asked for), nothing is added at the ends, and the file's truncation, padding and post-processor are left out.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ _USUAL_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>",
 
 
 class Tokenizer:
-    """A loaded tokenizer. `hash` (32 hex digits) covers the content of tokenizer.json, not its layout or
-    place.
+    """A loaded tokenizer. `hash` (32 hex digits) covers what in tokenizer.json decides the ids, not its layout.
 
     vocab_size is the largest id + 1. eos_id ends every document; bos_id and pad_id are None where the folder
     names none.
@@ -34,17 +33,14 @@ class Tokenizer:
 
     def __init__(self, name: str, text: str, config: dict[str, Any], where: Path):
         self.name = name
-        content = json.loads(text)
-        # Neither changes which ids a text has; a fine-tuning run often leaves its own values in the file.
-        content["truncation"] = content["padding"] = None
-        self.content = content
-        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        self.content = _normal(json.loads(text))
+        canonical = json.dumps(self.content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         self.hash = hashlib.blake2b(canonical.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         self._text = canonical
         self._plain = _load(canonical, where)
         self._plain.encode_special_tokens = True
         self._special: tokenizers.Tokenizer | None = None
-        self.vocab_size = 1 + max(self._plain.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = 1 + max(self._plain.get_vocab(with_added_tokens=True).values(), default=-1)
         self.bos_id = self._id_of(config.get("bos_token"))
         self.pad_id = self._id_of(config.get("pad_token"))
         named = config.get("eos_token")
@@ -58,8 +54,7 @@ class Tokenizer:
             )
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of `text`, nothing added. special=True reads the names of special tokens in the text as those
-        tokens."""
+        """Ids of `text`, nothing added. special=True reads special tokens that the text spells out as such."""
         return self.backend(special=special).encode(text, add_special_tokens=False).ids
 
     def backend(self, *, special: bool = False) -> tokenizers.Tokenizer:
@@ -127,6 +122,18 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
             config |= {k: v for k, v in _read_json(file.parent / beside).items() if v is not None}
     _read_json(file)
     return Tokenizer(str(name), file.read_text(encoding="utf-8"), config, file)
+
+
+def _normal(content: dict[str, Any]) -> dict[str, Any]:
+    """The content without what changes no ids here and what saving again may change."""
+    # A fine-tuning run leaves its own truncation and padding; we never add what a post-processor would.
+    content = content | {"truncation": None, "padding": None, "post_processor": None}
+    model = content.get("model")
+    if isinstance(model, dict) and isinstance(model.get("merges"), list):
+        # Older files spell a merge "a b", newer ones ["a", "b"].
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        content["model"] = model | {"merges": merges}
+    return content
 
 
 def _load(text: str, where: Path) -> tokenizers.Tokenizer:
