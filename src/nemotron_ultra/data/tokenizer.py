@@ -25,7 +25,7 @@ _USUAL_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>",
 
 
 class Tokenizer:
-    """A loaded tokenizer. `hash` (32 hex digits) covers what in tokenizer.json decides the ids, not its layout.
+    """A loaded tokenizer. `hash` (32 hex digits) covers what in tokenizer.json decides ids, not its layout.
 
     vocab_size is the largest id + 1. eos_id ends every document; bos_id and pad_id are None where the folder
     names none.
@@ -54,7 +54,7 @@ class Tokenizer:
             )
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of `text`, nothing added. special=True reads special tokens that the text spells out as such."""
+        """Ids of `text`, nothing added. special=True reads special tokens spelled out in the text as such."""
         return self.backend(special=special).encode(text, add_special_tokens=False).ids
 
     def backend(self, *, special: bool = False) -> tokenizers.Tokenizer:
