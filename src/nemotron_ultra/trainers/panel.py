@@ -13,9 +13,12 @@ import torch
 from torch import nn
 
 import nemotron_ultra
+from nemotron_ultra.config.model import BLOCK_LETTERS, ModelConfig
 from nemotron_ultra.config.plan import Plan, make_plan
 from nemotron_ultra.config.precision import PrecisionConfig
 from nemotron_ultra.model.hybrid import HybridLM
+from nemotron_ultra.model.norm import RMSNorm
+from nemotron_ultra.model.router import Router
 from nemotron_ultra.observe.machine import machine_facts
 from nemotron_ultra.observe.numbers import compact
 from nemotron_ultra.ops import table
@@ -42,7 +45,7 @@ def describe(run: Run) -> None:
             "vocab_size": run.tokenizer.vocab_size,
         },
     )
-    ops = ", ".join(f"{row['operation']} {row['backend']}" for row in backends)
+    ops = "\n".join(f"{row['operation']} by {row['backend']}: {row['why']}" for row in backends)
     run.console.panel(panel_rows(run, plan, _precision_line(precision), ops, data))
     note = thread_note()
     if note:
@@ -63,7 +66,8 @@ def panel_rows(run: Run, plan: Plan, precision: str, ops: str, data: dict[str, A
         ("model", f"{model.pattern}{depths}"),
         ("size", f"{compact(count.total)} parameters, {compact(count.active)} active for a token"),
         ("precision", precision),
-        ("engine", f"{_device_line(run)}; {ops}"),
+        ("engine", _device_line(run)),
+        ("ops", ops),
         ("data", f"{sources}{goal}; tokenizer {run.tokenizer.name}, {run.tokenizer.vocab_size} ids"),
         (
             "plan",
@@ -89,26 +93,58 @@ def data_facts(run: Run) -> dict[str, Any]:
 
 
 def precision_rows(model: HybridLM, precision: PrecisionConfig, device: torch.device) -> list[dict[str, Any]]:
-    """What each kind of weight is stored, multiplied and differentiated in, and why."""
+    """What each kind of weight is stored, multiplied and differentiated in."""
     groups: dict[tuple[str, str, str], int] = {}
     for name, module in model.named_modules():
-        count = sum(p.numel() for p in module.parameters(recurse=False))
-        if count:
-            wanted = _format(name, precision, len(model.backbone.layers))
-            key = (_kind(name, module), wanted, _computed(wanted, device))
-            groups[key] = groups.get(key, 0) + count
+        own = list(module.parameters(recurse=False))
+        if own:
+            asked = format_of(name, precision, len(model.backbone.layers))
+            stored = _SHORT.get(own[0].dtype, str(own[0].dtype))
+            key = (_kind(name, model.config), stored, _products(asked, module, device))
+            groups[key] = groups.get(key, 0) + sum(p.numel() for p in own)
     return [
         {
             "layers": kind,
             "parameters": count,
-            "asked": wanted,
-            "products": computed,
-            "weights": precision.weights,
-            "master": "fp32",
+            "weights": stored,
+            "products": products,
             "gradients": precision.gradients,
+            "master and moments": "fp32",
         }
-        for (kind, wanted, computed), count in sorted(groups.items())
+        for (kind, stored, products), count in groups.items()
     ]
+
+
+def format_of(name: str, precision: PrecisionConfig, layers: int) -> str:
+    """Format that the first matching rule gives to a module; the last layers come before all rules."""
+    parts = name.split(".")
+    inside = parts[:2] == ["backbone", "layers"] and int(parts[2]) >= layers - precision.last_layers
+    if inside and precision.last_layers:
+        return precision.last_layers_format
+    found = (rule.format for rule in precision.rules if fnmatch.fnmatchcase(name, rule.match))
+    return next(found, precision.default)
+
+
+def _products(asked: str, module: nn.Module, device: torch.device) -> str:
+    """Router and norms compute in fp32 everywhere, a CPU all the rest too: 16-bit products are slow there."""
+    return "fp32" if device.type == "cpu" or isinstance(module, Router | RMSNorm) else asked
+
+
+def _kind(name: str, config: ModelConfig) -> str:
+    """mamba in_proj, moe experts, norms, mtp ...: the layer's number left out."""
+    parts = name.split(".")
+    if parts[0] == "mtp":
+        return "mtp"
+    if parts[-1] in ("norm", "norm_f"):
+        return "norms"
+    if parts[:2] == ["backbone", "layers"]:
+        return " ".join(
+            [BLOCK_LETTERS[config.pattern[int(parts[2])]], ".".join(parts[4:]) or "A_log, D, dt_bias"]
+        )
+    return parts[-1]
+
+
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 def thread_note() -> str | None:
@@ -137,32 +173,6 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _format(name: str, precision: PrecisionConfig, layers: int) -> str:
-    parts = name.split(".")
-    inside = parts[:2] == ["backbone", "layers"] and int(parts[2]) >= layers - precision.last_layers
-    if inside and precision.last_layers:
-        return precision.last_layers_format
-    found = (rule.format for rule in precision.rules if fnmatch.fnmatchcase(name, rule.match))
-    return next(found, precision.default)
-
-
-def _computed(wanted: str, device: torch.device) -> str:
-    """A CPU multiplies in float32: 16-bit products are about 26 times slower there."""
-    return wanted if device.type == "cuda" or wanted == "fp32" else "fp32 (CPU)"
-
-
-def _kind(name: str, module: nn.Module) -> str:
-    parts = name.split(".")
-    if parts[0] == "mtp":
-        return "mtp"
-    if parts[:2] == ["backbone", "layers"]:
-        return f"{_BLOCKS.get(type(module).__name__, '.'.join(parts[3:]))}"
-    return parts[-1]
-
-
-_BLOCKS = {"RMSNorm": "norms", "Mamba2Mixer": "mixer A_log, D, dt_bias", "Router": "router"}
-
-
 def backend_rows(run: Run) -> list[dict[str, str]]:
     """Which function computes each operation of this model, and why."""
     model = run.config.model
@@ -180,13 +190,19 @@ def backend_rows(run: Run) -> list[dict[str, str]]:
 
 
 def _precision_line(rows: list[dict[str, Any]]) -> str:
-    found = sorted({row["products"] for row in rows})
-    stored = rows[0]["weights"]
-    return f"weights {stored}, products {' and '.join(found)}, gradients and optimizer fp32"
+    """One phrase where all layers are alike, else the layers of each format."""
+    ways: dict[str, list[str]] = {}
+    for row in rows:
+        ways.setdefault(f"weights {row['weights']}, products {row['products']}", []).append(row["layers"])
+    end = "gradients, masters and moments fp32"
+    if len(ways) == 1:
+        return f"{next(iter(ways))}, {end}"
+    return "\n".join([*(f"{way}: {', '.join(dict.fromkeys(names))}" for way, names in ways.items()), end])
 
 
 def _device_line(run: Run) -> str:
     device = run.engine.device
     if device.type == "cuda":
         return f"torch on {torch.cuda.get_device_name(device)}"
-    return f"torch on CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"torch on CPU, {threads} thread{'s' if threads > 1 else ''}"
