@@ -97,7 +97,7 @@ class BlendStream:
             raise DataError(
                 "no validation text",
                 got=f"0 tokens in the valid split of {', '.join(blend)}",
-                do="prepare with a larger --valid-fraction or with --valid FILE",
+                do="prepare again with --split-on, a larger --valid-fraction or --valid FILE",
             )
         size = self.micro_batch_size
         return [make_batch(chosen[i : i + size]) for i in range(0, len(chosen), size)]
