@@ -6,8 +6,8 @@
 
 Outputs and input gradients are compared before anything is timed. CPU seconds count all threads, so they can
 be trusted on a shared machine; each figure is the best of the repeats. Both sides run in this process, under
-the same malloc settings. To see both with memory that glibc does not hand back, set MALLOC_TOP_PAD_=268435456,
-MALLOC_TRIM_THRESHOLD_=4294967296 and MALLOC_MMAP_THRESHOLD_=4294967296.
+the same malloc settings. To see both with memory that glibc does not hand back, set
+MALLOC_TOP_PAD_=268435456, MALLOC_TRIM_THRESHOLD_=4294967296 and MALLOC_MMAP_THRESHOLD_=4294967296.
 """
 
 from __future__ import annotations

@@ -102,11 +102,14 @@ def gated_norm_rows_back(d_out, y, z, weight_D, rstd_RG, d_weight_D) -> tuple[Te
     gated = torch.mul(y, gate, out=scratch.take("norm.gated", y.shape, y))
     product = torch.mul(d_out, gated, out=scratch.take("norm.product", y.shape, y))
     by_group = product.unflatten(-1, (groups, -1))
-    inner = torch.bmm(by_group.transpose(0, 1), weight_D.view(groups, -1, 1))  # sum over a group of d_out w v
+    width, inner = y.shape[1] // groups, torch.empty_like(rstd_RG)  # sum over a group of d_out w v
+    for group in range(groups):  # as one batched product with vectors it takes nine times as long
+        columns = slice(group * width, (group + 1) * width)
+        inner[:, group] = torch.mv(product[:, columns], weight_D[columns])
     d_weight_D += torch.bmm(rstd_RG.T.unsqueeze(1), by_group.transpose(0, 1)).flatten()
     torch.mul(d_out, weight_D, out=product)
     by_group.mul_(rstd_RG[..., None])
-    slope = inner.squeeze(-1).T * rstd_RG.pow(3).mul_(-groups / y.shape[1])
-    by_group.addcmul_(gated.unflatten(-1, (groups, -1)), slope[..., None])
+    pull = inner.mul_(rstd_RG.pow(3)).div_(-width)
+    by_group.addcmul_(gated.unflatten(-1, (groups, -1)), pull[..., None])
     slope = silu_slope(z, sigmoid, gated)
     return product, gate, slope

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nemotron_ultra.ops.scratch import scratch
 
-SLAB_ELEMENTS = 1 << 19  # 2 MB a float32 tensor: with less, the calls cost more than the cache gains
+SLAB_ELEMENTS = 1 << 18  # of one buffer, 1 MB in float32: smaller slabs pay more for calls than cache gains
 LONGEST_CHUNK = 64  # measured: 128 costs more score blocks than it saves states, 32 the reverse
 
 
