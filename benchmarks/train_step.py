@@ -1,6 +1,7 @@
 """Whole training step beside transformers' NemotronHForCausalLM with the same weights, CPU, float32.
 
     python benchmarks/train_step.py [--steps 5] [--malloc default|tuned] [--waits passive|active] [--only X]
+    python benchmarks/train_step.py --parts      # where our step spends its CPU time, by kind of layer
 
 Each side is a process of its own (so peak memory is its own); the parent lets them step in turn. First both
 compute one row of the batch and losses and gradients are compared (on the whole batch a router tie may fall
@@ -197,6 +198,72 @@ def report(sides: list[Side], flops: float) -> None:
         )
 
 
+def parts(steps: int) -> None:
+    """CPU milliseconds of our step by kind of layer, the least of `steps` steps, beside its FLOPs.
+
+    A marker at the input of each block takes the time when the forward enters it and when the backward leaves
+    it.
+    """
+    import torch
+
+    from nemotron_ultra import HybridLM, ModelConfig, TokenBatch
+    from nemotron_ultra.config.plan import flops_by_block
+    from nemotron_ultra.objectives.next_token import NextToken
+
+    torch.set_num_threads(THREADS)
+    spent: dict[str, float] = {}
+    last = 0.0
+
+    def mark(name: str) -> None:
+        nonlocal last
+        now = time.process_time()
+        spent[name], last = spent.get(name, 0.0) + now - last, now
+
+    class Marker(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, name):
+            ctx.name = name
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            mark(ctx.name + " backward")
+            return grad, None
+
+    model = HybridLM(ModelConfig(**MODEL))
+    kinds = {"M": "mamba", "E": "moe", "*": "attention"}
+    for block in model.backbone.layers:
+        kind = kinds[block.letter]
+        block.register_forward_pre_hook(lambda _, args, kind=kind: (Marker.apply(args[0], kind), *args[1:]))
+        block.register_forward_hook(lambda *_, kind=kind: mark(kind + " forward"))
+    objective, optimizer = (
+        NextToken(balance_coefficient=0.0),
+        torch.optim.AdamW(model.parameters(), fused=True),
+    )
+    batch = TokenBatch.from_documents(torch.randint(MODEL["vocab_size"], (BATCH, LENGTH)).tolist())
+    runs = []
+    for _ in range(steps):
+        spent.clear()
+        last = time.process_time()
+        output = model(batch.tokens_T, batch.cu_seqlens, balance=False)
+        mark("rest")
+        loss = objective(output, batch, objective.count(batch))[0]
+        mark("head")
+        loss.backward()
+        mark("rest")
+        optimizer.step()
+        optimizer.zero_grad()
+        mark("adamw")
+        runs.append(dict(spent))
+    flops = flops_by_block(model.config, LENGTH)
+    for name in sorted(runs[0]):
+        best = min(run[name] for run in runs)
+        kind, _, way = name.partition(" ")
+        work = flops.get(kind, 0.0) * BATCH * LENGTH * {"forward": 1, "backward": 2, "": 3}[way]
+        print(f"{name:20}{best * 1e3:8.0f} CPU-ms{work / 1e9:8.1f} GFLOP{work / best / 1e9:8.1f} GFLOP/CPU-s")
+    print(f"{'sum':20}{min(sum(run.values()) for run in runs) * 1e3:8.0f} CPU-ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -205,11 +272,15 @@ def main() -> None:
     parser.add_argument("--malloc", choices=["default", "tuned"], default="default")
     parser.add_argument("--waits", choices=["passive", "active"], default="passive")
     parser.add_argument("--only", choices=["ours", "transformers"])
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         child(options.child, options.folder)
+        return
+    if options.parts:
+        parts(options.steps)
         return
     env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": options.waits.upper()}
     env |= TUNED if options.malloc == "tuned" else {}
