@@ -89,11 +89,11 @@ def weights(model: HybridLM) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def micro_corpus(folder: Path) -> Path:
+def micro_corpus(folder: Path, seed: int = 0) -> Path:
     """A prepared corpus of 40 short documents, some of them for validation."""
     texts = folder / "texts"
     texts.mkdir(parents=True)
-    draw = random.Random(0)
+    draw = random.Random(seed)
     words = ["state", "layer", "token", "expert", "router", "norm", "scan", "chunk"]
     for number in range(40):
         text = " ".join(draw.choices(words, k=60))

@@ -70,6 +70,19 @@ def test_changed_data_on_resume(capsys, corpus, run_dir, tmp_path):
     assert status == 2 and "data.phases.0.sources.text.path" in said
 
 
+def test_other_shards_in_the_same_place_on_resume(capsys, tmp_path):
+    """The configuration is the same, the text is not."""
+    run_dir, corpus = tmp_path / "runs", micro_corpus(tmp_path / "first")
+    assert train.main(["recipe=pretrain", *overrides(corpus, run_dir, **{"trainer.steps": 2})]) == 0
+    other = micro_corpus(tmp_path / "second", seed=1)
+    shutil.rmtree(corpus)
+    other.rename(corpus)
+    before = losses(run_dir)
+    status, said = fails(capsys, corpus, run_dir)
+    assert status == 3 and "source.text" in said and "run.allow_config_change=true" in said
+    assert losses(run_dir) == before
+
+
 def test_flipped_byte_in_a_checkpoint(capsys, corpus, run_dir):
     folder = run_dir / "pretrain" / "checkpoints" / "step_00000004"
     weights = folder / "model" / "model.safetensors"
