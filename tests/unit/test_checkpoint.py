@@ -82,6 +82,13 @@ def test_damage_is_named_with_the_way_out(tmp_path, harm, words):
     assert str(folder) in str(caught.value)
 
 
+def test_a_later_format_is_refused(tmp_path):
+    manifest = save(tmp_path, 1) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 9'))
+    with pytest.raises(CheckpointError, match="got 9; allowed: 1"):
+        load_checkpoint(manifest.parent)
+
+
 def test_full_disk_leaves_earlier_checkpoints(tmp_path):
     save(tmp_path, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

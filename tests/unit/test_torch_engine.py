@@ -197,17 +197,14 @@ def test_small_updates_survive_bf16_weights():
     assert torch.equal(engine.model.get_parameter(name).float(), torch.ones_like(moved))
 
 
-def test_error_of_bf16_weights_does_not_grow_with_micro_batches():
-    """Report 2.7: in a bf16 buffer the error of the gradient grows with the number of micro-batches."""
-    batches = [b for i in range(32) for b in micro_batches(1, seed=i)]
-    engines = (
-        micro_engine(micro_model(torch.bfloat16)),
-        micro_engine(micro_model(torch.bfloat16).float()),
-    )
-    for engine in engines:
-        engine.forward_backward(batches, objective())
-    found, expected = (engine.master.gradients()["lm_head.weight"] for engine in engines)
-    assert float((found - expected).norm() / expected.norm()) < 2.5e-3  # one rounding to bf16 is 1.7e-3
+def test_gradients_of_bf16_weights_are_those_of_fp32_ones():
+    """Report 2.7: a bf16 buffer loses a fifth of the MTP part of the head's gradient at 64 micro-batches."""
+    batches = [b for i in range(8) for b in micro_batches(1, seed=i)]
+    engine = micro_engine(micro_model(torch.bfloat16))
+    twin = micro_engine(micro_model(torch.bfloat16).float())
+    assert engine.forward_backward(batches, objective()) == twin.forward_backward(batches, objective())
+    assert same(engine.master.gradients(), twin.master.gradients())
+    assert all(w.dtype == torch.bfloat16 and w.grad is None for w in engine.master.weights.values())
 
 
 def test_first_non_finite_keeps_the_order():

@@ -30,6 +30,7 @@ from torch import Tensor
 from nemotron_ultra.errors import CheckpointError
 
 FOLDER = "checkpoints"
+_FORMAT = 1
 _STEP = re.compile(r"^step_(\d{8,})$")
 _TEMPORARY, _RETIRED = ".saving-", ".retired-"
 _TENSOR = "tensor:"
@@ -156,7 +157,7 @@ def _write_manifest(folder: Path, step: int) -> None:
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     facts = {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "blake2b": _digest(p)} for p in files}
     parts = [p.stem for p in files if p.parent == folder and p.suffix == ".json"]
-    manifest = {"format": 1, "step": step, "parts": parts, "files": facts}
+    manifest = {"format": _FORMAT, "step": step, "parts": parts, "files": facts}
     path = folder / "manifest.json"
     path.write_text(json.dumps(manifest, indent=1))
     for place in [*files, path, *{p.parent for p in files}]:
@@ -166,11 +167,19 @@ def _write_manifest(folder: Path, step: int) -> None:
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / "manifest.json"
     try:
-        return json.loads(path.read_text())
+        manifest = json.loads(path.read_text())
     except FileNotFoundError:
         raise _damaged(folder, "manifest.json is missing") from None
-    except (ValueError, UnicodeDecodeError):
+    except ValueError:
         raise _damaged(folder, "manifest.json is not readable JSON") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise CheckpointError(
+            f"{path} is not of the format that this version reads",
+            got=manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__,
+            allowed=_FORMAT,
+            do="use the version of nemotron_ultra that wrote it; its model/ folder opens with load_model",
+        )
+    return manifest
 
 
 def _digest(path: Path) -> str:

@@ -8,7 +8,8 @@ head's gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,23 @@ class MasterWeights:
             master.grad = grad if master.grad is None else master.grad.add_(grad)
 
         return move
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """On a CPU 16-bit weights are float32 inside: cast once for all micro-batches, gradients unrounded.
+
+        Products cast their weight to float32 there anyway and keep the copy for the backward. A GPU computes
+        in the stored dtype.
+        """
+        cast = {name: self.weights[name] for name in self.separate if self.weights[name].device.type == "cpu"}
+        stored = {name: weight.data for name, weight in cast.items()}
+        try:
+            for weight in cast.values():
+                weight.data = weight.data.float()
+            yield
+        finally:
+            for name, weight in cast.items():
+                weight.data = stored[name]
 
     def gradients(self) -> dict[str, Tensor]:
         """FP32 gradients of the parameters that took part."""

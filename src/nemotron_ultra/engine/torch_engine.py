@@ -66,15 +66,16 @@ class TorchEngine:
         tokens = sum(batch.num_tokens for batch in batches)
         if not self._pending_tokens:
             self.counts_LE, self._documents = None, []
-        for batch in batches:
-            self._documents += batch.stats.get("documents", [])
-            output, loss, metrics = self._forward(batch, objective, counts)
-            self._check_loss(loss, output, batch)
-            loss.backward()
-            _add(totals, metrics)
-            self._count_routing(output.router)
-            squares_L = squares_L + output.residual_norm_L.square() * (batch.num_tokens / tokens)
-            self._pending_tokens += batch.num_tokens
+        with self.master.computing():
+            for batch in batches:
+                self._documents += batch.stats.get("documents", [])
+                output, loss, metrics = self._forward(batch, objective, counts)
+                self._check_loss(loss, output, batch)
+                loss.backward()
+                _add(totals, metrics)
+                self._count_routing(output.router)
+                squares_L = squares_L + output.residual_norm_L.square() * (batch.num_tokens / tokens)
+                self._pending_tokens += batch.num_tokens
         self.residual_norm_L = squares_L.sqrt()
         return {name: float(value) for name, value in totals.items()}
 
