@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nemotron_ultra.ops.spread import spread
+
 
 class Dispatch(NamedTuple):
     """token_N: token of each sorted row; place_TK: sorted row of each choice; sizes: rows of each expert."""
@@ -62,10 +64,14 @@ class _RoutedExperts(torch.autograd.Function):
         relu_NF = x_TL.new_empty(rows_NL.shape[0], hidden)
         y_NL = torch.empty_like(rows_NL)
         parts = (rows_NL.split(sizes), relu_NF.split(sizes), y_NL.split(sizes), up_EFL.mT, down_ELF.mT)
-        for rows, relu, y, up_LF, down_FL in zip(*parts, strict=True):
+
+        def expert(part: tuple[Tensor, ...]) -> None:
+            rows, relu, y, up_LF, down_FL = part
             if rows.shape[0]:
                 torch.mm(rows, up_LF.to(dtype), out=relu).relu_()
                 torch.mm(relu.square(), down_FL.to(dtype), out=y)
+
+        spread(expert, zip(*parts, strict=True), x_TL.device)
         ctx.plan = plan
         ctx.save_for_backward(x_TL, weights_TK, up_EFL, down_ELF, relu_NF)
         return _combine(y_NL, place_TK, weights_TK)
@@ -88,14 +94,16 @@ class _RoutedExperts(torch.autograd.Function):
         drows_NL = torch.empty_like(grad_NL)
         sorted_rows = (relu_NF, grad_NL, weighted_grad_NL, weighted_rows_NL, drows_NL, dweight_N)
         parts = (*(x.split(sizes) for x in sorted_rows), up_EFL, down_ELF, dup_EFL, ddown_ELF)
-        for relu, g, weighted_g, weighted_rows, drows, dweight, up, down, dup, ddown in zip(
-            *parts, strict=True
-        ):
+
+        def expert(part: tuple[Tensor, ...]) -> None:
+            relu, g, weighted_g, weighted_rows, drows, dweight, up, down, dup, ddown = part
             p = torch.mm(g, down.to(dtype)).mul_(relu)
             torch.mm(p.T, weighted_rows, out=dup)
             torch.mm(p, up.to(dtype), out=drows)
             torch.sum(p.mul_(relu), -1, out=dweight)
             torch.mm(weighted_g.T, torch.square(relu, out=p), out=ddown)
+
+        spread(expert, zip(*parts, strict=True), x_TL.device)
         dx_TL = _combine(drows_NL, place_TK, weights_TK * 2)
         dweights_TK = dweight_N[place_TK.view(-1)].view_as(weights_TK)
         return dx_TL, dweights_TK, dup_EFL.to(up_EFL.dtype), ddown_ELF.to(down_ELF.dtype), None
