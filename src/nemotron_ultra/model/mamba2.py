@@ -7,8 +7,17 @@ from torch import Tensor, nn
 
 from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.model.linear import Linear
+from nemotron_ultra.ops.linear import linear
 from nemotron_ultra.ops.mamba_interior import InteriorSizes, mamba_interior
 from nemotron_ultra.ops.segments import Segments
+
+
+class Projection(Linear):
+    """Linear whose results, the widest of the model, lie in memory that the next layer or step uses again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return linear(x, self.weight.to(x.dtype), bias)
 
 
 class Mamba2Mixer(nn.Module):
@@ -26,7 +35,7 @@ class Mamba2Mixer(nn.Module):
             dt_limit=config.time_step_limit,
         )
         inner, heads = config.mamba_inner, config.mamba_num_heads
-        self.in_proj = Linear(config.hidden_size, inner + config.conv_dim + heads, bias=config.use_bias)
+        self.in_proj = Projection(config.hidden_size, inner + config.conv_dim + heads, bias=config.use_bias)
         self.conv1d = nn.Conv1d(
             config.conv_dim,
             config.conv_dim,
@@ -39,7 +48,7 @@ class Mamba2Mixer(nn.Module):
         self.dt_bias = nn.Parameter(torch.ones(heads))
         self.norm = nn.Module()
         self.norm.weight = nn.Parameter(torch.ones(inner))
-        self.out_proj = Linear(inner, config.hidden_size, bias=config.use_bias)
+        self.out_proj = Projection(inner, config.hidden_size, bias=config.use_bias)
 
     def forward(self, x_TD: Tensor, segments: Segments) -> Tensor:
         zxbcdt_TW = self.in_proj(x_TD)

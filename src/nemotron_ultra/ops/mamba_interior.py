@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from nemotron_ultra.ops.conv import ConvGrads, conv_rows
 from nemotron_ultra.ops.norm import gated_norm_rows, gated_norm_rows_back, silu_slope
-from nemotron_ultra.ops.scratch import scratch
+from nemotron_ultra.ops.scratch import recycled, scratch
 from nemotron_ultra.ops.segments import Segments
 from nemotron_ultra.ops.ssd_chunks import LONGEST_CHUNK, Decays, SlabScan, SmallGrads, chunk_plan
 
@@ -64,9 +64,10 @@ class _Interior(torch.autograd.Function):
     def forward(ctx, zx, conv_weight, conv_bias, A, D, dt_bias, norm_weight, segments, sizes):
         work = _Work(zx, conv_weight, conv_bias, A, D, dt_bias, segments, sizes)
         scan = work.scan
-        y_TD, out_TD = (zx.new_empty(len(zx), sizes.inner) for _ in range(2))
+        y_TD, out_TD = (recycled((len(zx), sizes.inner), zx) for _ in range(2))
         rstd_TG = zx.new_empty(len(zx), sizes.groups)
-        states = zx.new_empty(work.plan.count + 1, sizes.groups, sizes.inner // sizes.groups, sizes.state)
+        shape = (work.plan.count + 1, sizes.groups, sizes.inner // sizes.groups, sizes.state)
+        states = recycled(shape, zx)
         scan.reset(0, states[0])
         for cut in scan.slabs():
             rows = work.rows(cut)
@@ -88,7 +89,7 @@ class _Interior(torch.autograd.Function):
         work = _Work(zx, conv_weight, conv_bias, A, D, dt_bias, ctx.segments, sizes)
         scan, small, d_norm = work.scan, SmallGrads.like(work.decays), torch.zeros_like(norm_weight)
         conv = ConvGrads(work.taps, scan.slab_rows, conv_bias is not None)
-        d_zx = torch.empty(zx.shape, dtype=zx.dtype, device=zx.device)
+        d_zx = recycled(zx.shape, zx)
         d_z, d_xbc, _ = work.columns(d_zx)
         carry = torch.zeros_like(states[0])
         for cut in reversed(list(scan.slabs())):
