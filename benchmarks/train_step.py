@@ -120,7 +120,6 @@ class Side:
             stdout=subprocess.PIPE,
             text=True,
             env=env,
-            stderr=subprocess.DEVNULL,
         )
         self.steps: list[dict[str, float]] = []
 
@@ -283,6 +282,7 @@ def main() -> None:
         parts(options.steps)
         return
     env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": options.waits.upper()}
+    env |= {"TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1"}
     env |= TUNED if options.malloc == "tuned" else {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"

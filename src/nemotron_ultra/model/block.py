@@ -33,5 +33,4 @@ class Block(nn.Module):
             y_TD, routing = self.mixer(self.norm(x_TD), segments, balance)
         else:
             y_TD = self.mixer(self.norm(x_TD), segments)
-        # The mixer's last product does not keep its output, so the residual may be added into it.
-        return y_TD.add_(x_TD), routing
+        return x_TD + y_TD, routing

@@ -51,5 +51,5 @@ class LatentMoE(nn.Module):
         if self.fc2_latent_proj is not None:
             y = self.fc2_latent_proj(y)
         if self.shared_experts is not None:
-            y = y.add_(self.shared_experts(x_TD))
+            y = y + self.shared_experts(x_TD)
         return y, routing
