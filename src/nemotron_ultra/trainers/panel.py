@@ -5,10 +5,8 @@ run.json.
 from __future__ import annotations
 
 import fnmatch
-import os
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -47,9 +45,6 @@ def describe(run: Run) -> None:
     )
     ops = "\n".join(f"{row['operation']} by {row['backend']}: {row['why']}" for row in backends)
     run.console.panel(panel_rows(run, plan, _precision_line(precision), ops, data))
-    note = thread_note()
-    if note:
-        run.console.note(note)
 
 
 def panel_rows(run: Run, plan: Plan, precision: str, ops: str, data: dict[str, Any]) -> list[Row]:
@@ -145,14 +140,6 @@ def _kind(name: str, config: ModelConfig) -> str:
 
 
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-
-
-def thread_note() -> str | None:
-    """Advice where other programs keep the machine busy: threads that spin while waiting get in their way."""
-    passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
-    if passive or torch.get_num_threads() == 1 or psutil.getloadavg()[0] < 1:
-        return None
-    return "this machine is busy: steps are faster with OMP_WAIT_POLICY=PASSIVE in the environment"
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
