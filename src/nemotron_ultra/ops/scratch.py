@@ -1,7 +1,7 @@
-"""Memory used again: fresh memory costs a page fault every 4 KiB, up to an eighth of a long mixer step on a CPU.
+"""Memory used again: fresh memory costs a page fault every 4 KiB, an eighth of a long mixer step on a CPU.
 
-`scratch` holds named buffers that live from call to call. `recycled` makes tensors whose memory goes back to a shelf,
-not to the system, once nothing refers to them.
+`scratch` holds named buffers that live from call to call. `recycled` makes tensors whose memory goes back to
+a shelf, not to the system, once nothing refers to them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Scratch(threading.local):
 
 
 class Shelf:
-    """Blocks of memory by size. A lease is a numpy view that a tensor's storage keeps alive; its end is the return."""
+    """Blocks of memory by size. A lease is a numpy view held by a tensor's storage; its end is the return."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, list[np.ndarray]] = defaultdict(list)
