@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 BATCH, LENGTH, THREADS = 4, 512, 2
 MODEL = dict(
@@ -191,8 +192,11 @@ def report(sides: list[Side], flops: float) -> None:
     if len(sides) == 2:
         mine, theirs = sides
         peak = [max(step["peak"] for step in side.steps) for side in sides]
+        pairs = list(zip(mine.steps, theirs.steps, strict=True))
+        wall, cpu = (median(b[key] / a[key] for a, b in pairs) for key in ("wall", "cpu"))
+        print(f"median of neighbouring steps: {wall:.2f} x (wall), {cpu:.2f} x (CPU time)")
         print(
-            f"ratios: tokens/s {theirs.best('wall') / mine.best('wall'):.2f} x (wall), "
+            f"best steps: tokens/s {theirs.best('wall') / mine.best('wall'):.2f} x (wall), "
             f"{theirs.best('cpu') / mine.best('cpu'):.2f} x (CPU time); peak memory {peak[0] / peak[1]:.2f} x"
         )
 
