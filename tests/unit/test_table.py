@@ -5,7 +5,7 @@ from nemotron_ultra.ops.attention import causal_attention
 
 
 def test_rows_follow_the_pattern():
-    assert [row.op for row in table.rows("M")] == ["ssd_scan", "conv", "cross_entropy"]
+    assert [row.op for row in table.rows("M")] == ["mamba", "cross_entropy"]
     assert [row.op for row in table.rows("*E")] == ["attention", "experts", "cross_entropy"]
     assert len({row.op for row in table.TABLE}) == len(table.TABLE)
 

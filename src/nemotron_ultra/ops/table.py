@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemotron_ultra.ops.attention import causal_attention
-from nemotron_ultra.ops.conv import causal_conv_silu
 from nemotron_ultra.ops.cross_entropy import linear_cross_entropy
 from nemotron_ultra.ops.experts import routed_experts
-from nemotron_ultra.ops.ssd import ssd_scan
+from nemotron_ultra.ops.mamba_interior import mamba_interior
 
 
 @dataclass(frozen=True)
@@ -39,20 +38,12 @@ class Backend:
 
 TABLE = (
     Backend(
-        op="ssd_scan",
-        name="torch",
-        function=ssd_scan,
+        op="mamba",
+        name="slabs",
+        function=mamba_interior,
         letters="M",
-        why="chunked scan as batched products, backward by hand",
-        passed_over="token-by-token recurrence (same result, one step at a time)",
-    ),
-    Backend(
-        op="conv",
-        name="torch",
-        function=causal_conv_silu,
-        letters="M",
-        why="shifted multiply-adds with SiLU, reset at documents",
-        passed_over="torch.conv1d with groups (its backward took 5 % of a step)",
+        why="convolution, scan and gated norm as one function, slab by slab, backward by hand",
+        passed_over="the three as functions of their own (ops.conv, ops.ssd, ops.norm: same result, more memory)",
     ),
     Backend(
         op="attention",
