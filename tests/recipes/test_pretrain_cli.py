@@ -51,7 +51,13 @@ def finished(corpus, tmp_path_factory):
 
 def test_screen(finished):
     run_dir, said = finished
-    for words in ("ME*-E", "parameters", "gradients and optimizer fp32", "6 steps x 192 tokens", "xz needs"):
+    for words in (
+        "ME*-E",
+        "parameters",
+        "gradients, masters and moments fp32",
+        "6 steps x 192 tokens",
+        "xz needs",
+    ):
         assert words in said
     assert len(re.findall(r"^[1-6]/6 +\d+%  loss", said, re.M)) == 6
     last = said.splitlines()[-4:]
