@@ -117,8 +117,7 @@ class _Work:
     """Views, decays and recomputed inputs that forward and backward share."""
 
     def __init__(self, zx, conv_weight, conv_bias, A, D, dt_bias, segments: Segments, sizes: InteriorSizes):
-        longest = max(segments.lengths, default=1)
-        chunk = max(1, min(sizes.chunk, LONGEST_CHUNK, longest))
+        chunk = max(1, min(sizes.chunk, LONGEST_CHUNK, segments.total))
         self.plan = chunk_plan(tuple(segments.bounds), chunk, zx.dtype, zx.device)
         self.sizes, self.bounds, self.like = sizes, segments.bounds, zx
         self.taps, self.conv_bias = conv_weight.T.contiguous(), conv_bias
