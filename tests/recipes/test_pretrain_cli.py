@@ -92,6 +92,17 @@ def test_checkpoint_opens_as_a_model(finished):
     assert torch.isfinite(model(torch.arange(30)).logits_TV).all()
 
 
+def test_proposed_command_trains_further_with_the_shipped_schedule(corpus, tmp_path, capsys):
+    def arguments(steps):
+        words = micro_overrides(corpus, tmp_path, **{"trainer.steps": steps, "trainer.sample_tokens": 0})
+        return ["recipe=pretrain", *(word for word in words if not word.startswith("schedule."))]
+
+    assert train.main(arguments(3)) == 0 and train.main(arguments(6)) == 0
+    said = capsys.readouterr().out
+    assert "going on from step_00000003" in said and "trainer.steps: 3 -> 6" in said
+    assert [step for step, _ in losses(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_more_steps_go_on(finished, corpus, tmp_path):
     import shutil
 

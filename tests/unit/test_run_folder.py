@@ -83,6 +83,23 @@ def test_more_steps_and_other_logging_are_no_change(tmp_path):
     assert (tmp_path / "pretrain" / "config.1.yaml").exists()
 
 
+def test_keys_newer_than_the_run_have_their_defaults(tmp_path):
+    begin(config_of(tmp_path))
+    path = tmp_path / "pretrain" / "config.yaml"
+    kept = [line for line in path.read_text().splitlines(keepends=True) if "layer_norm_epsilon" not in line]
+    path.write_text("".join(kept))
+    with RunFolder.open(config_of(tmp_path)) as folder:
+        assert folder.changes == []
+
+
+def test_configuration_of_another_version_is_refused(tmp_path):
+    begin(config_of(tmp_path))
+    path = tmp_path / "pretrain" / "config.yaml"
+    path.write_text(path.read_text().replace("hidden_size:", "width:"))
+    with pytest.raises(ConfigError, match=r"config\.yaml does not fit this version"):
+        RunFolder.open(config_of(tmp_path))
+
+
 def test_foreign_folder_is_refused(tmp_path):
     (tmp_path / "pretrain").mkdir()
     (tmp_path / "pretrain" / "thesis.tex").write_text("do not lose me")
@@ -162,3 +179,10 @@ def test_flat_and_changed_keys():
     assert flat({"a": {"b": [1, 2]}, "c": [{"d": 1}]}) == {"a.b": [1, 2], "c.0.d": 1}
     assert changed_keys({"model": {"x": 1}}, {"model": {"x": 1, "y": 2}}) == ["model.y: absent -> 2"]
     assert changed_keys({"data": {"cache_dir": None}}, {"data": {"cache_dir": "x"}}) == []
+
+
+def test_a_longer_run_may_move_its_schedule(tmp_path):
+    """The shipped schedules are shares of the run's length."""
+    begin(config_of(tmp_path))
+    with RunFolder.open(config_of(tmp_path, **{"trainer.steps": 12, "schedule.decay_tokens": 800})) as folder:
+        assert folder.changes == ["schedule.decay_tokens: 400.0 -> 800.0", "trainer.steps: 6 -> 12"]

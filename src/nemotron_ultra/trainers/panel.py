@@ -56,8 +56,10 @@ def panel_rows(run: Run, plan: Plan, precision: str, ops: str, data: dict[str, A
     xz = [facts["xz_bits_per_byte"] for facts in data.values() if facts["xz_bits_per_byte"]]
     goal = f"; xz needs {min(xz):.2f} bits per byte" if xz else ""
     marks = "".join(f"; {m.name} at step {m.step:,}" for m in plan.milestones if m.name != "run ends")
+    changed = [("changed", "\n".join(run.folder.changes))] if run.folder.changes else []
     return [
         (run.config.recipe, f"{begin} in {run.folder.path}"),
+        *changed,
         ("model", f"{model.pattern}{depths}"),
         ("size", f"{compact(count.total)} parameters, {compact(count.active)} active for a token"),
         ("precision", precision),

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from nemotron_ultra.config.compose import to_dict, to_yaml
+from nemotron_ultra.config.compose import read_config, to_dict, to_yaml
 from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.engine.checkpoint import latest_checkpoint
 from nemotron_ultra.errors import ConfigError
@@ -36,22 +36,25 @@ _FIRST_FILES = {
     "samples.jsonl",
 }
 
-# Keys that change which numbers come out. All others (validation, logging, checkpoints, threads,
-# micro-batches, more steps) may differ between a run and its continuation.
+# Beginnings of lines for keys that change which numbers come out. All others (more steps, and with them the tokens
+# of the schedule, validation, logging, checkpoints, threads, micro-batches) may differ between a run and its
+# continuation; the start panel lists them.
 FIXED = (
-    "model",
-    "data",
-    "precision",
-    "optim",
-    "schedule",
-    "run.seed",
-    "run.init_from",
-    "trainer.global_batch_size",
-    "trainer.mtp_loss_scale",
-    "trainer.router_balance_coefficient",
-    "trainer.router_bias_rate",
+    "model.",
+    "data.",
+    "precision.",
+    "optim.",
+    "schedule.name:",
+    "schedule.initial_lr:",
+    "schedule.min_lr:",
+    "run.seed:",
+    "run.init_from:",
+    "trainer.global_batch_size:",
+    "trainer.mtp_loss_scale:",
+    "trainer.router_balance_coefficient:",
+    "trainer.router_bias_rate:",
 )
-FREE = ("data.cache_dir",)
+FREE = ("data.cache_dir", "run.resume", "run.allow_config_change")
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -64,22 +67,26 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Lines "key: old -> new" for what may not change silently between a run and its continuation."""
+    """Lines "key: old -> new"."""
     old, new = flat(before), flat(now)
     lines = []
     for key in sorted(old.keys() | new.keys()):
-        fixed = any(key == name or key.startswith(f"{name}.") for name in FIXED) and key not in FREE
-        if fixed and old.get(key) != new.get(key):
+        if key not in FREE and old.get(key) != new.get(key):
             lines.append(f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}")
     return lines
 
 
 class RunFolder:
-    """An open, locked run folder. `facts` is the content of run.json, `checkpoint` the newest one or None."""
+    """An open, locked run folder.
+
+    `facts` is the content of run.json, `checkpoint` the newest one or None, `changes` the keys that differ from
+    the configuration of the last start.
+    """
 
     def __init__(self, path: Path, lock: FileLock):
         self.path, self._lock = path, lock
         self.facts: dict[str, Any] = {}
+        self.changes: list[str] = []
 
     @classmethod
     def open(cls, config: RunConfig) -> RunFolder:
@@ -135,15 +142,16 @@ class RunFolder:
             self._begin(config)
             return
         self.facts = json.loads((self.path / "run.json").read_text())
-        before = yaml.safe_load((self.path / "config.yaml").read_text())
-        changes = changed_keys(before, to_dict(config))
-        if changes and not config.run.allow_config_change:
+        before = to_dict(_read_config(self.path / "config.yaml"))
+        self.changes = changed_keys(before, to_dict(config))
+        fixed = [line for line in self.changes if line.startswith(FIXED)]
+        if fixed and not config.run.allow_config_change:
             raise ConfigError(
                 f"{self.path} was started with another configuration",
-                got="; ".join(changes),
+                got="; ".join(fixed),
                 do="take the old values, choose another run.name, or allow it: run.allow_config_change=true",
             )
-        if _comparable(before) != _comparable(to_dict(config)):
+        if self.changes:
             _keep_earlier(self.path / "config.yaml")
             _write(self.path / "config.yaml", to_yaml(config))
         self.record(started=[*self.facts.get("started", []), now()], process=_this_process())
@@ -153,9 +161,14 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def _comparable(config: dict[str, Any]) -> dict[str, Any]:
-    """Without the keys that say how to resume."""
-    return {k: v for k, v in flat(config).items() if k not in ("run.resume", "run.allow_config_change")}
+def _read_config(path: Path) -> RunConfig:
+    """The configuration of the last start; keys that are newer than it have their defaults."""
+    try:
+        return read_config(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{path} does not fit this version", got=error, do="correct it, or choose another run.name"
+        ) from None
 
 
 def _is_untrained(path: Path) -> bool:
