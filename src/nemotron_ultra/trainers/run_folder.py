@@ -36,9 +36,9 @@ _FIRST_FILES = {
     "samples.jsonl",
 }
 
-# Beginnings of lines for keys that change which numbers come out. All others (more steps, and with them the tokens
-# of the schedule, validation, logging, checkpoints, threads, micro-batches) may differ between a run and its
-# continuation; the start panel lists them.
+# Beginnings of lines for keys that change which numbers come out. All others (more steps, and with them the
+# tokens of the schedule, validation, logging, checkpoints, threads, micro-batches) may differ between a run
+# and its continuation; the start panel lists them.
 FIXED = (
     "model.",
     "data.",
@@ -79,8 +79,8 @@ def changed_keys(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 class RunFolder:
     """An open, locked run folder.
 
-    `facts` is the content of run.json, `checkpoint` the newest one or None, `changes` the keys that differ from
-    the configuration of the last start.
+    `facts` is the content of run.json, `checkpoint` the newest one or None, `changes` the keys that differ
+    from the configuration of the last start.
     """
 
     def __init__(self, path: Path, lock: FileLock):
