@@ -8,6 +8,7 @@ One step:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -60,7 +61,7 @@ class TorchEngine:
 
         Raises NonFiniteError, with the weights untouched, if a micro-batch's loss is NaN or infinite.
         """
-        counts = _sum_counts(batches, objective)
+        counts = self._count(batches, objective)
         totals: dict[str, Tensor] = {}
         squares_L: Tensor | float = 0.0
         tokens = sum(batch.num_tokens for batch in batches)
@@ -107,7 +108,7 @@ class TorchEngine:
         """The objective's metrics over `batches`; leaves weights, router counts and biases, and random
         state alone.
         """
-        counts = _sum_counts(batches, objective)
+        counts = self._count(batches, objective)
         totals: dict[str, Tensor] = {}
         for batch in batches:
             _add(totals, self._forward(batch, objective, counts)[2])
@@ -148,6 +149,16 @@ class TorchEngine:
         self.optimizer.load_state_dict(state["optimizer"])
         _set_rng_state(state["rng"])
 
+    def _count(self, batches: Sequence[TokenBatch], objective: Objective) -> dict[str, float]:
+        """The objective's denominators over the global batch, which a single bad weight would spoil for all."""
+        counts: dict[str, float] = {}
+        for batch in batches:
+            for name, value in objective.count(batch).items():
+                if not math.isfinite(value):
+                    self._refuse("weight", f"the count of {name}", batch.stats.get("documents", []), value)
+                counts[name] = counts.get(name, 0.0) + float(value)
+        return counts
+
     def _forward(self, batch: TokenBatch, objective: Objective, counts: dict[str, float]):
         batch = to_device(batch, self.device)
         output = self.model(batch.tokens_T, batch.cu_seqlens)
@@ -175,7 +186,7 @@ class TorchEngine:
             where = f"backbone.layers.{int(bad_L.int().argmax())}"
         self._refuse("loss", where, batch.stats.get("documents", []), loss.detach())
 
-    def _refuse(self, what: str, where: str, documents: list[str], value: Tensor) -> None:
+    def _refuse(self, what: str, where: str, documents: list[str], value: Tensor | float) -> None:
         self.master.clear()
         self._pending_tokens = 0
         shown = ", ".join(map(str, documents[:20])) + (
@@ -196,14 +207,6 @@ def to_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "cu_seqlens"}
     moved = {n: t.to(device, non_blocking=True) for n, t in tensors.items() if isinstance(t, Tensor)}
     return replace(batch, **moved)
-
-
-def _sum_counts(batches: Sequence[TokenBatch], objective: Objective) -> dict[str, float]:
-    counts: dict[str, float] = {}
-    for batch in batches:
-        for name, value in objective.count(batch).items():
-            counts[name] = counts.get(name, 0.0) + float(value)
-    return counts
 
 
 def _add(totals: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
