@@ -147,7 +147,7 @@ def test_nan_in_a_batch_is_refused():
     weight_T = batches[1].weight_T.clone()
     weight_T[0] = float("nan")
     before = weights(engine.model)
-    with pytest.raises(NonFiniteError, match="weight of step 1 .* count of loss") as caught:
+    with pytest.raises(NonFiniteError, match=r"weight of step 1 .* count of loss") as caught:
         step(engine, [batches[0], replace(batches[1], weight_T=weight_T)])
     assert "micro:1:0" in str(caught.value) and "micro:0:0" not in str(caught.value)
     assert same(before, weights(engine.model))

@@ -150,7 +150,7 @@ class TorchEngine:
         _set_rng_state(state["rng"])
 
     def _count(self, batches: Sequence[TokenBatch], objective: Objective) -> dict[str, float]:
-        """The objective's denominators over the global batch, which a single bad weight would spoil for all."""
+        """The denominators over the global batch; one bad weight would spoil them for every micro-batch."""
         counts: dict[str, float] = {}
         for batch in batches:
             for name, value in objective.count(batch).items():
