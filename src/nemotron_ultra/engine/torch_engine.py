@@ -40,12 +40,8 @@ class TorchEngine:
     def __init__(
         self, model: HybridLM, optim: OptimConfig, schedule: Schedule, *, router_bias_rate: float = 1e-3
     ):
-        self.model, self.schedule, self.clip, self.router_bias_rate = (
-            model,
-            schedule,
-            optim.clip,
-            router_bias_rate,
-        )
+        self.model, self.schedule = model, schedule
+        self.clip, self.router_bias_rate = optim.clip, router_bias_rate
         self.step, self.tokens = 0, 0.0
         self.counts_LE: Tensor | None = None
         self.residual_norm_L: Tensor | None = None
