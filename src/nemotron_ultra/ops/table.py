@@ -43,7 +43,7 @@ TABLE = (
         function=mamba_interior,
         letters="M",
         why="convolution, scan and gated norm as one function, slab by slab, backward by hand",
-        passed_over="the three as functions of their own (ops.conv, ops.ssd, ops.norm: same result, more memory)",
+        passed_over="the three as functions of their own (same result, more memory)",
     ),
     Backend(
         op="attention",
