@@ -122,10 +122,6 @@ def test_a_recipe_for_a_cluster_says_what_it_needs(name):
         (["engine.device=cuda"], "devices: needs a GPU (engine.device=cuda)"),
         (["trainer.weight_hash_every=5"], "trainer.weight_hash_every: the torch engine does not do this"),
         (
-            ["data=ultra_long_context", "trainer.micro_batch_size=1"],
-            "data.alternates: the torch engine does not",
-        ),
-        (
             ["cluster.gpus_per_node=2", "parallel.tensor=2"],
             "parallel: needs 2 processes, the torch engine runs",
         ),

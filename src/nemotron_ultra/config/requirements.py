@@ -96,13 +96,8 @@ def _torch_limits(config: RunConfig) -> Iterator[str]:
             f"precision {config.precision.name}: weights {config.precision.weights}, products in {found}; "
             "the torch engine computes every layer in the format of its weights"
         )
-    for key, used in (
-        ("data.alternates", bool(config.data.alternates)),
-        ("trainer.weight_hash_every", config.trainer.weight_hash_every > 0),
-        ("trainer.keep_every", config.trainer.keep_every > 0),
-    ):
-        if used:
-            yield f"{key}: the torch engine does not do this; leave it at its default"
+    if config.trainer.weight_hash_every:
+        yield "trainer.weight_hash_every: the torch engine does not do this; leave it at its default"
 
 
 def _smaller(config: RunConfig) -> str:

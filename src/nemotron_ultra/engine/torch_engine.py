@@ -89,7 +89,7 @@ class TorchEngine:
             )
         if self.clip and float(norm) > self.clip:
             torch._foreach_mul_(list(gradients.values()), self.clip / (float(norm) + 1e-6))
-        lr = self.schedule(self.tokens)
+        lr = self.schedule(self.tokens + self._pending_tokens)
         self.optimizer.step(lr)
         self.master.publish()
         self._update_router_bias()
