@@ -47,3 +47,10 @@ def test_commands_are_understood(arguments, capsys):
 def test_every_file_that_readme_links_exists():
     missing = [path for path in re.findall(r"\]\((docs/[^)]+)\)", README) if not (ROOT / path).is_file()]
     assert not missing
+
+
+def test_the_tree_names_files_that_exist():
+    tree = README[README.index("```\nconfigs/") :]
+    names = re.findall(r"^ {2,4}(\S+\.py) ", tree[: tree.index("\n```\n", 5)], re.M)
+    found = {path.name for path in (ROOT / "src").rglob("*.py")}
+    assert len(names) > 40 and not set(names) - found
