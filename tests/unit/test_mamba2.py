@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.model.mamba2 import Mamba2Mixer
 from nemotron_ultra.ops.conv import causal_conv_silu
+from nemotron_ultra.ops.mamba_interior import document_shares
 from nemotron_ultra.ops.norm import gated_rms_norm
 from nemotron_ultra.ops.segments import Segments
 from nemotron_ultra.ops.ssd import ssd_scan
@@ -77,6 +78,47 @@ def test_interior_equals_its_parts(bounds, changes, monkeypatch):
     weight = torch.randn_like(got)
     for mine, theirs in zip(*(torch.autograd.grad(o, inputs, weight) for o in (got, want)), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=["plain", "one_group", "limits", "one_chunk"])
+def test_documents_walked_by_three_threads(changes, three_threads):
+    bounds = [0, 13, 20, 61, 70, 99]
+    assert len(document_shares(tuple(bounds), 3)) == 3
+    block, segments = mixer(**changes), pack(bounds)
+    u = torch.randn(99, 6, dtype=torch.float64, requires_grad=True)
+    inputs = [u, *block.parameters()]
+    got, want = block(u, segments), by_parts(block, u, segments)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+    grads, again = (torch.autograd.grad(block(u, segments).square().sum(), inputs) for _ in range(2))
+    for first, second, whole in zip(
+        grads, again, torch.autograd.grad(want.square().sum(), inputs), strict=True
+    ):
+        assert torch.equal(first, second)
+        torch.testing.assert_close(first, whole, rtol=1e-9, atol=1e-9)
+
+
+def test_shares_are_whole_documents_of_about_equal_tokens():
+    cut = [(s.rows.start, s.rows.stop, s.bounds) for s in document_shares((0, 10, 45, 50, 90, 100), 2)]
+    assert cut == [(0, 50, (0, 10, 45, 50)), (50, 100, (0, 40, 50))]
+    for bounds, count in [((0, 100), 2), ((0, 70, 100), 2), ((0, 50, 100), 1), ((0, 1), 8)]:
+        (whole,) = document_shares(bounds, count)
+        assert whole == (slice(0, bounds[-1]), bounds)
+
+
+def test_inference_by_three_threads(three_threads):
+    block, u = mixer(), torch.randn(40, 6, dtype=torch.float64)
+    segments = pack([0, 13, 26, 40])
+    with torch.inference_mode():
+        first = block(u, segments)
+    torch.testing.assert_close(block(u, segments), first.clone())
 
 
 def test_a_pack_equals_its_documents_in_float32():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from nemotron_ultra.ops import scratch
@@ -40,6 +42,18 @@ def test_idle_memory_is_bounded(monkeypatch):
     tensors = [recycled(SHAPE, LIKE) for _ in range(4)]
     del tensors
     assert scratch.shelf.idle == 2 * SMALLEST_BYTES
+
+
+def test_threads_never_share_a_lease(monkeypatch):
+    monkeypatch.setattr(scratch, "shelf", Shelf())
+
+    def lease(number: int) -> bool:
+        mine = [recycled(SHAPE, LIKE).fill_(number) for _ in range(3)]
+        return all((t == number).all() for t in mine)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(lease, range(60)))
+    assert scratch.shelf.idle == sum(n * len(blocks) for n, blocks in scratch.shelf.blocks.items())
 
 
 def test_scratch_grows_and_keeps_types_apart():

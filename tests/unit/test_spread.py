@@ -29,6 +29,26 @@ def test_an_error_reaches_the_caller(threads):
         spread(lambda n: 1 // n, [1, 2, 0, 3], CPU)
 
 
+def test_an_error_waits_for_the_other_threads(threads):
+    done = torch.zeros(20)
+
+    def work(n: int) -> None:
+        done[n] = 1 // n
+
+    with pytest.raises(ZeroDivisionError):
+        spread(work, range(20), CPU)
+    before = done.clone()
+    spread(lambda n: None, range(20), CPU)
+    assert torch.equal(done, before)
+
+
+def test_inference_tensors_may_be_written(threads):
+    with torch.inference_mode():
+        x = torch.zeros(8)
+        spread(lambda part: part.add_(1), x.split(2), CPU)
+    assert x.sum() == 8 and x.is_inference()
+
+
 def test_experts_do_not_depend_on_the_number_of_threads(threads):
     g = torch.Generator().manual_seed(0)
     x, up, down = (torch.randn(s, generator=g) for s in ((40, 8), (6, 16, 8), (6, 8, 16)))

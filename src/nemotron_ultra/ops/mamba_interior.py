@@ -2,13 +2,18 @@
 
 It walks the pack in slabs of a few chunks and keeps for the backward only its input, the scan's output, one
 RMS per group and the state at each chunk border; convolution, decays and score blocks are computed again
-there. Chunks are of 64 tokens at most: the result does not depend on it.
+there. Chunks are of 64 tokens at most: the result does not depend on it. Its operations are too small to be
+shared among threads, so each thread walks documents of its own where the pack has enough of them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, reduce
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +24,7 @@ from nemotron_ultra.ops.conv import ConvGrads, conv_rows
 from nemotron_ultra.ops.norm import gated_norm_rows, gated_norm_rows_back, silu_slope
 from nemotron_ultra.ops.scratch import recycled, scratch
 from nemotron_ultra.ops.segments import Segments
+from nemotron_ultra.ops.spread import spread, workers
 from nemotron_ultra.ops.ssd_chunks import LONGEST_CHUNK, Decays, SlabScan, SmallGrads, chunk_plan
 
 
@@ -59,73 +65,139 @@ def mamba_interior(
     return _Interior.apply(zxbcdt_TW.contiguous(), *weights, segments, sizes)
 
 
+class _Weights(NamedTuple):
+    conv_CK: Tensor
+    conv_bias_C: Tensor | None
+    A_H: Tensor
+    D_H: Tensor
+    dt_bias_H: Tensor
+    norm_D: Tensor
+
+
 class _Interior(torch.autograd.Function):
     @staticmethod
     def forward(ctx, zx, conv_weight, conv_bias, A, D, dt_bias, norm_weight, segments, sizes):
-        work = _Work(zx, conv_weight, conv_bias, A, D, dt_bias, segments, sizes)
-        scan = work.scan
+        weights = _Weights(conv_weight, conv_bias, A, D, dt_bias, norm_weight)
+        shares = document_shares(tuple(segments.bounds), workers(zx.device))
         y_TD, out_TD = (recycled((len(zx), sizes.inner), zx) for _ in range(2))
         rstd_TG = zx.new_empty(len(zx), sizes.groups)
-        shape = (work.plan.count + 1, sizes.groups, sizes.inner // sizes.groups, sizes.state)
-        states = recycled(shape, zx)
-        scan.reset(0, states[0])
-        for cut in scan.slabs():
-            rows = work.rows(cut)
-            x, B, C = work.scan_inputs(cut)
-            y = work.whole_chunks(cut, y_TD)
-            scan.forward(cut, x, B, C, states[cut.start : cut.stop + 1], work.by_head(y))
-            if len(y) > rows.stop - rows.start:
-                y_TD[rows] = y[: rows.stop - rows.start]
-            gated_norm_rows(y_TD[rows], work.z[rows], norm_weight, sizes.eps, out_TD[rows], rstd_TG[rows])
-        ctx.save_for_backward(zx, conv_weight, conv_bias, A, D, dt_bias, norm_weight, y_TD, rstd_TG, states)
-        ctx.segments, ctx.sizes = segments, sizes
+        states: list[Tensor | None] = [None] * len(shares)
+
+        def walk(number: int) -> None:
+            rows = shares[number].rows
+            work = _Work(zx[rows], weights, shares[number].bounds, sizes)
+            states[number] = work.forward(y_TD[rows], rstd_TG[rows], out_TD[rows])
+
+        _walk_all(walk, len(shares), zx.device)
+        ctx.save_for_backward(zx, *weights, y_TD, rstd_TG, *states)
+        ctx.shares, ctx.sizes = shares, sizes
         return out_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_out):
-        zx, conv_weight, conv_bias, A, D, dt_bias, norm_weight, y_TD, rstd_TG, states = ctx.saved_tensors
-        sizes, bounds = ctx.sizes, ctx.segments.bounds
-        work = _Work(zx, conv_weight, conv_bias, A, D, dt_bias, ctx.segments, sizes)
-        scan, small, d_norm = work.scan, SmallGrads.like(work.decays), torch.zeros_like(norm_weight)
-        conv = ConvGrads(work.taps, scan.slab_rows, conv_bias is not None)
-        d_zx = recycled(zx.shape, zx)
-        d_z, d_xbc, _ = work.columns(d_zx)
-        carry = torch.zeros_like(states[0])
-        for cut in reversed(list(scan.slabs())):
-            rows, n = work.rows(cut), cut.stop - cut.start
-            x, B, C, slope = work.scan_inputs_and_slope(cut)
-            d_gated, gate, gate_slope = gated_norm_rows_back(
-                d_out[rows], y_TD[rows], work.z[rows], norm_weight, rstd_TG[rows], d_norm
+        zx, *saved = ctx.saved_tensors
+        weights, (y_TD, rstd_TG, *states) = _Weights(*saved[:6]), saved[6:]
+        d_zx, shares = recycled(zx.shape, zx), ctx.shares
+        grads: list[tuple[Tensor | None, ...]] = [()] * len(shares)
+
+        def walk(number: int) -> None:
+            rows = shares[number].rows
+            work = _Work(zx[rows], weights, shares[number].bounds, ctx.sizes)
+            grads[number] = work.backward(d_out[rows], y_TD[rows], rstd_TG[rows], states[number], d_zx[rows])
+
+        _walk_all(walk, len(shares), zx.device)
+        sums = [None if parts[0] is None else reduce(torch.add, parts) for parts in zip(*grads, strict=True)]
+        return d_zx, *sums, None, None
+
+
+class Share(NamedTuple):
+    """Neighbouring documents that one thread walks: rows of the pack, bounds counted from their first."""
+
+    rows: slice
+    bounds: tuple[int, ...]
+
+
+# All threads together walk a pack about 1 / 0.65 times as fast as one thread: two, measured.
+WIDEST_SHARE = 0.65
+
+
+@lru_cache(maxsize=32)
+def document_shares(bounds: tuple[int, ...], count: int) -> tuple[Share, ...]:
+    """At most `count` shares of about as many tokens each; one if no split is even enough."""
+    total = bounds[-1]
+    cuts = sorted({min(bounds, key=lambda b: abs(b * count - total * k)) for k in range(count + 1)})
+    if max((b - a for a, b in pairwise(cuts)), default=0) > WIDEST_SHARE * total or not total:
+        cuts = [0, total]
+    return tuple(
+        Share(slice(first, last), tuple(b - first for b in bounds if first <= b <= last))
+        for first, last in pairwise(cuts)
+    )
+
+
+def _walk_all(walk: Callable[[int], None], shares: int, device: torch.device) -> None:
+    if shares == 1:
+        walk(0)  # here, where its operations may use all threads
+    else:
+        spread(walk, range(shares), device)
+
+
+class _Work:
+    """One share of the pack: its forward, its backward, and the views and decays that both compute."""
+
+    def __init__(self, zx: Tensor, weights: _Weights, bounds: tuple[int, ...], sizes: InteriorSizes):
+        chunk = max(1, min(sizes.chunk, LONGEST_CHUNK, len(zx)))
+        self.plan = chunk_plan(bounds, chunk, zx.dtype, zx.device)
+        self.weights, self.sizes, self.bounds, self.like = weights, sizes, bounds, zx
+        self.taps = weights.conv_CK.T.contiguous()
+        self.z, self.xbc, dt = self.columns(zx)
+        self.raw_TH = dt + weights.dt_bias_H
+        dt = F.softplus(self.raw_TH).clamp_(*sizes.dt_limit)
+        self.decays = Decays.of(dt, weights.A_H, sizes.groups, self.plan)
+        self.scan = SlabScan(self.plan, self.decays, weights.D_H, (sizes.head_dim, sizes.state))
+
+    def forward(self, y_TD: Tensor, rstd_TG: Tensor, out_TD: Tensor) -> Tensor:
+        """Writes the scan's output, the norm's 1 / RMS and the result -> states at the borders of chunks."""
+        scan, sizes = self.scan, self.sizes
+        shape = (self.plan.count + 1, sizes.groups, sizes.inner // sizes.groups, sizes.state)
+        states = recycled(shape, self.like)
+        scan.reset(0, states[0])
+        for cut in scan.slabs():
+            rows = self.rows(cut)
+            x, B, C = self.scan_inputs(cut)
+            y = self.whole_chunks(cut, y_TD)
+            scan.forward(cut, x, B, C, states[cut.start : cut.stop + 1], self.by_head(y))
+            if len(y) > rows.stop - rows.start:
+                y_TD[rows] = y[: rows.stop - rows.start]
+            gated_norm_rows(
+                y_TD[rows], self.z[rows], self.weights.norm_D, sizes.eps, out_TD[rows], rstd_TG[rows]
             )
-            dy = work.product_by_head(cut, d_gated, gate)
+        return states
+
+    def backward(self, d_out, y_TD, rstd_TG, states, d_zx) -> tuple[Tensor | None, ...]:
+        """Writes the gradient of the input -> gradients of the weights, in their order."""
+        weights, scan, small = self.weights, self.scan, SmallGrads.like(self.decays)
+        d_norm, carry = torch.zeros_like(weights.norm_D), torch.zeros_like(states[0])
+        conv = ConvGrads(self.taps, scan.slab_rows, weights.conv_bias_C is not None)
+        d_z, d_xbc, d_raw = self.columns(d_zx)
+        for cut in reversed(list(scan.slabs())):
+            rows, n = self.rows(cut), cut.stop - cut.start
+            x, B, C, slope = self.scan_inputs_and_slope(cut)
+            d_gated, gate, gate_slope = gated_norm_rows_back(
+                d_out[rows], y_TD[rows], self.z[rows], weights.norm_D, rstd_TG[rows], d_norm
+            )
+            dy = self.product_by_head(cut, d_gated, gate)
             torch.mul(d_gated.mul_(y_TD[rows]), gate_slope, out=d_z[rows])
             d_states = scan.buffer("d_states", n + 1, *states.shape[2:])
             d_states[n] = carry
             parts = scan.backward(cut, x, B, C, states[cut.start : cut.stop + 1], dy, d_states, small)
             carry.copy_(d_states[0])
-            work.silu_back(parts, slope, conv.open(rows.stop - rows.start))
-            conv.rows(work.xbc, rows.start, rows.stop, bounds, d_xbc[rows])
-        d_dt, dA, dD = small.finish(work.decays, A, work.plan)
-        d_raw = work.softplus_back(d_dt)
-        d_zx[:, -sizes.heads :] = d_raw
+            self.silu_back(parts, slope, conv.open(rows.stop - rows.start))
+            conv.rows(self.xbc, rows.start, rows.stop, self.bounds, d_xbc[rows])
+        d_dt, d_A, d_D = small.finish(self.decays, weights.A_H, self.plan)
+        d_raw.copy_(self.softplus_back(d_dt))
         d_taps, d_bias = conv.finish()
-        return d_zx, d_taps.T, d_bias, dA, dD, d_raw.sum(0), d_norm, None, None
-
-
-class _Work:
-    """Views, decays and recomputed inputs that forward and backward share."""
-
-    def __init__(self, zx, conv_weight, conv_bias, A, D, dt_bias, segments: Segments, sizes: InteriorSizes):
-        chunk = max(1, min(sizes.chunk, LONGEST_CHUNK, segments.total))
-        self.plan = chunk_plan(tuple(segments.bounds), chunk, zx.dtype, zx.device)
-        self.sizes, self.bounds, self.like = sizes, segments.bounds, zx
-        self.taps, self.conv_bias = conv_weight.T.contiguous(), conv_bias
-        self.z, self.xbc, dt = self.columns(zx)
-        self.raw_TH = dt + dt_bias
-        dt = F.softplus(self.raw_TH).clamp_(*sizes.dt_limit)
-        self.decays = Decays.of(dt, A, sizes.groups, self.plan)
-        self.scan = SlabScan(self.plan, self.decays, D, (sizes.head_dim, sizes.state))
+        return d_taps.T, d_bias, d_A, d_D, d_raw.sum(0), d_norm
 
     def columns(self, zx: Tensor) -> tuple[Tensor, ...]:
         """z | x, B, C together | dt."""
@@ -137,9 +209,9 @@ class _Work:
     def before_silu(self, cut: slice) -> Tensor:
         """Convolution of x, B, C before its activation [R, channels], 0 past the end of the pack."""
         rows, size = self.rows(cut), (cut.stop - cut.start) * self.plan.chunk
-        count = rows.stop - rows.start
+        count, bias = rows.stop - rows.start, self.weights.conv_bias_C
         before = scratch.take("mamba.before", (size, self.sizes.channels), self.like)
-        conv_rows(self.xbc, rows.start, rows.stop, self.taps, self.conv_bias, self.bounds, before[:count])
+        conv_rows(self.xbc, rows.start, rows.stop, self.taps, bias, self.bounds, before[:count])
         before[count:] = 0
         return before
 

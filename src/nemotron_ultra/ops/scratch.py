@@ -40,9 +40,14 @@ class Scratch(threading.local):
 
 
 class Shelf:
-    """Blocks of memory by size. A lease is a numpy view held by a tensor's storage; its end is the return."""
+    """Blocks of memory by size. A lease is a numpy view held by a tensor's storage; its end is the return.
+
+    Any thread may lease, and a tensor may end in any thread. The lock is reentrant because the garbage
+    collector can end one tensor while its thread leases another.
+    """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.blocks: dict[int, list[np.ndarray]] = defaultdict(list)
         self.idle = 0
 
@@ -50,10 +55,10 @@ class Shelf:
         """`size` bytes or more, uninitialised, aligned for vector instructions."""
         step = 1 << max(12, size.bit_length() - 4)  # classes an eighth apart at most
         size = -(-size // step) * step
-        if self.blocks[size]:
-            block = self.blocks[size].pop()
-            self.idle -= size
-        else:
+        with self.lock:
+            block = self.blocks[size].pop() if self.blocks[size] else None
+            self.idle -= 0 if block is None else size
+        if block is None:
             block = np.empty(size + ALIGNMENT, dtype=np.uint8)
         start = -block.ctypes.data % ALIGNMENT
         view = block[start : start + size]
@@ -61,9 +66,10 @@ class Shelf:
         return view
 
     def back(self, block: np.ndarray, size: int) -> None:
-        if self.idle + size <= SHELF_BYTES:
-            self.blocks[size].append(block)
-            self.idle += size
+        with self.lock:
+            if self.idle + size <= SHELF_BYTES:
+                self.blocks[size].append(block)
+                self.idle += size
 
 
 shelf = Shelf()

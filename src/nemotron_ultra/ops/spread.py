@@ -1,4 +1,4 @@
-"""Many small independent products: one product per thread instead of one product on all threads.
+"""Independent pieces of work, one piece per thread instead of all threads inside each operation.
 
 At 256 rows an expert, two threads inside a product cost a quarter more CPU time than one.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import TypeVar
 
@@ -18,25 +18,32 @@ Item = TypeVar("Item")
 MOST_THREADS = 8
 
 
+def workers(device: torch.device) -> int:
+    """Threads that `spread` uses: as many as torch does in the calling thread, on a CPU."""
+    return min(torch.get_num_threads(), MOST_THREADS) if device.type == "cpu" else 1
+
+
 def spread(work: Callable[[Item], None], items: Iterable[Item], device: torch.device) -> None:
     """work(item) for each item, without gradients, in any order; no two items may write the same memory.
 
-    On a CPU it uses as many threads as torch does in the calling thread; elsewhere, or with one, no others.
+    With one worker it is a plain loop in the calling thread. Returns, or raises the first error, once no
+    thread works any more.
     """
-    threads = torch.get_num_threads()
-    workers = min(threads, MOST_THREADS) if device.type == "cpu" else 1
+    count, inference = workers(device), torch.is_inference_mode_enabled()
     queue = iter(list(items))
 
     def drain() -> None:
-        with torch.no_grad():
+        with torch.inference_mode(inference), torch.no_grad():
             for item in queue:
                 work(item)
 
-    if workers == 1:
+    if count == 1:
         drain()
         return
-    pool = _pool(workers, threads // workers, os.getpid())
-    for done in [pool.submit(drain) for _ in range(workers)]:
+    pool = _pool(count, torch.get_num_threads() // count, os.getpid())
+    drains = [pool.submit(drain) for _ in range(count)]
+    wait(drains)
+    for done in drains:
         done.result()
 
 

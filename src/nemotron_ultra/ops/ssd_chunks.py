@@ -54,9 +54,9 @@ class ChunkPlan:
         )  # [1 or n, Q, Q]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def chunk_plan(bounds: tuple[int, ...], chunk: int, dtype: torch.dtype, device: torch.device) -> ChunkPlan:
-    """The plan of a pack, kept because every layer of a step asks for the same one."""
+    """The plan of a pack or a part of one, kept because every layer of a step asks for the same ones."""
     with torch.inference_mode(False):
         return ChunkPlan(bounds, chunk, dtype, device)
 
