@@ -132,8 +132,8 @@ def nesting(node: ast.AST, depth: int = 0) -> int:
 
 
 def test_fit_stays_small():
-    loop = SRC / "trainers" / "loop.py"
-    fit = next(n for n in ast.parse(loop.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == "fit")
+    body = ast.parse((SRC / "trainers" / "loop.py").read_text()).body
+    fit = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == "fit")
     assert fit.end_lineno - fit.lineno + 1 < 30
 
 

@@ -1,6 +1,7 @@
-"""Errors that speak to the person at the keyboard: what is wrong, what was found, what is allowed, what to do.
+"""Errors that speak to the person at the keyboard: what is wrong, what was found, what is allowed, the mend.
 
-Each class carries the exit code that the command line returns for it; entry points print the message and no traceback.
+Each class carries the exit code that the command line returns for it; entry points print the message and no
+traceback.
 """
 
 from __future__ import annotations

@@ -7,17 +7,26 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from nemotron_ultra.errors import DataError
+
 
 class Segments:
-    """Documents of a pack of `total` tokens. `cu_seqlens` int32 [documents + 1] from 0 to total; None: one document."""
+    """Documents of a pack of `total` tokens.
+
+    `cu_seqlens`, int32 [documents + 1], runs from 0 to total; None is one document.
+    """
 
     def __init__(self, total: int, cu_seqlens: Tensor | None = None, device: torch.device | str = "cpu"):
         if cu_seqlens is None:
             cu_seqlens = torch.tensor([0, total], dtype=torch.int32)
         self.total = total
         self.bounds: list[int] = cu_seqlens.tolist()
-        assert self.bounds[0] == 0 and self.bounds[-1] == total, f"cu_seqlens {self.bounds} does not span {total}"
-        assert all(a < b for a, b in zip(self.bounds, self.bounds[1:], strict=False)) or total == 0
+        if self.bounds[:1] != [0] or self.bounds[-1] != total or self.bounds != sorted(set(self.bounds)):
+            raise DataError(
+                f"cu_seqlens does not fit a pack of {total} tokens",
+                got=f"{self.bounds[:8]}{' ...' if len(self.bounds) > 8 else ''}",
+                allowed=f"int32 bounds of documents that rise from 0 to {total}, no document empty",
+            )
         self.device = torch.device(device)
 
     @cached_property
