@@ -116,7 +116,7 @@ def test_null_and_absent_fields():
     assert read(moe_latent_size=None).moe_latent_size == 0
     assert read(num_attention_heads=6, num_key_value_heads=None).num_key_value_heads == 6
     assert read().num_key_value_heads == 8
-    assert read(pad_token_id=None, eos_token_id=[2, 11]).eos_token_id == 2
+    assert read(pad_token_id=None, eos_token_id=[2, 11]).eos_token_id == (2, 11)
     # One stored shared expert of the stated width, whatever n_shared_experts counts.
     assert (
         read(n_shared_experts=2, moe_shared_expert_intermediate_size=48).moe_shared_expert_intermediate_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, dataclass_transform
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
@@ -37,6 +37,13 @@ def _real(value: Any, kind: str = "a number") -> Any:
     return value
 
 
+def _ids(value: Any) -> int | tuple[int, ...]:
+    ids = tuple(_whole(one) for one in (value if isinstance(value, list | tuple) else [value]))
+    if not ids or min(ids) < 0:
+        raise PydanticCustomError("number", "expected {kind}", {"kind": "one token id >= 0 or a list of them"})
+    return ids if isinstance(value, list | tuple) else ids[0]
+
+
 Whole = Annotated[int, BeforeValidator(_whole)]
 Real = Annotated[float, BeforeValidator(lambda value: _real(value))]
 
@@ -45,3 +52,4 @@ NonNegative = Annotated[Whole, Field(ge=0)]
 PositiveReal = Annotated[Real, Field(gt=0, allow_inf_nan=False)]
 NonNegativeReal = Annotated[Real, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[Real, Field(ge=0, lt=1)]
+TokenIds = Annotated[int | tuple[int, ...], PlainValidator(_ids)]

@@ -159,8 +159,6 @@ def model_config_from_hf(content: Mapping[str, Any], file: str = "config.json") 
     values["num_key_value_heads"] = given.get("num_key_value_heads", 8)
     if content.get("num_key_value_heads", 8) is None:  # null, unlike absent, means one per query head
         values["num_key_value_heads"] = values["num_attention_heads"]
-    if isinstance(values["eos_token_id"], list) and values["eos_token_id"]:
-        values["eos_token_id"] = values["eos_token_id"][0]
     values["time_step_limit"] = _read_limit(values["time_step_limit"], problems)
     values["pattern"] = _read_pattern(given, "layers_block_type", "hybrid_override_pattern", None, problems)
     values["mtp_pattern"] = _read_pattern(

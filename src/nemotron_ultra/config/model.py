@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from nemotron_ultra.config.base import NonNegative, Positive, PositiveReal, Real, Whole, config
+from nemotron_ultra.config.base import NonNegative, Positive, PositiveReal, Real, TokenIds, Whole, config
 
 BLOCK_LETTERS = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
 
@@ -98,8 +98,8 @@ class ModelConfig:
     """Context length written to config.json; nothing in the model depends on it."""
     bos_token_id: NonNegative = 1
     """Beginning-of-sequence id."""
-    eos_token_id: NonNegative = 2
-    """End-of-document id."""
+    eos_token_id: TokenIds = 2
+    """End-of-document id, or several, as released configurations have them."""
     pad_token_id: NonNegative = 0
     """Padding id."""
 

@@ -99,6 +99,8 @@ def type_text(annotation: Any) -> str:
         return f"list of {type_text(arguments[0])}"
     if origin is dict:
         return f"name: {type_text(arguments[1])}"
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return f"list of {type_text(arguments[0])}"
     if origin is tuple:
         return "[" + ", ".join(map(type_text, arguments)) + "]"
     if dataclasses.is_dataclass(annotation):
