@@ -148,6 +148,8 @@ def test_changed_config_and_broken_checksums_are_found(single):
     assert "config.json: its content differs from checksums.json" in refusal(single)
     (single / "checksums.json").write_text("{")
     assert "checksums.json: unreadable" in refusal(single)
+    (single / "checksums.json").write_text('{"config.json": {}}')
+    assert "checksums.json says None" in refusal(single)
 
 
 def test_everything_that_does_not_fit_is_listed_at_once(single):

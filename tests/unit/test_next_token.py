@@ -90,3 +90,12 @@ def test_evaluation_has_no_balance_term(model):
     with torch.no_grad():
         _, loss, metrics = run(model, NextToken())
     assert "balance_loss" not in metrics and not loss.requires_grad
+
+
+def test_fractional_weights_keep_the_precision_of_the_model(model):
+    weight = BATCH.weight_T / 3
+    batch = TokenBatch(**{**vars(BATCH), "weight_T": weight})
+    output, loss, _ = run(model, NextToken(mtp_loss_scale=0.0, balance_coefficient=0.0), batch)
+    rows = torch.tensor([0, 1, 2, 3, 6, 7])
+    expected = F.cross_entropy(output.logits_TV[rows], torch.tensor([2, 3, 4, 5, 8, 9]))
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)

@@ -122,7 +122,7 @@ def _verify(folder: Path, name: str, checksums: dict[str, dict]) -> None:
         raise CheckpointError(f"{path}: missing, though {CHECKSUMS} lists it", do="copy the folder again")
     size = path.stat().st_size
     if size != known.get("bytes"):
-        raise CheckpointError(f"{path}: {size:,} bytes, {CHECKSUMS} says {known.get('bytes'):,}", do=_REPAIR)
+        raise CheckpointError(f"{path}: {size} bytes, {CHECKSUMS} says {known.get('bytes')}", do=_REPAIR)
     if file_digest(path) != known.get("blake2b"):
         raise CheckpointError(f"{path}: its content differs from {CHECKSUMS}", do=_REPAIR)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemotron_ultra.data.batch import TokenBatch
 from nemotron_ultra.model.hybrid import ModelOutput
-from nemotron_ultra.ops.cross_entropy import linear_cross_entropy
+from nemotron_ultra.ops.cross_entropy import linear_cross_entropy, logits_dtype
 from nemotron_ultra.ops.segments import Segments
 
 
@@ -30,9 +30,10 @@ class NextToken:
     def count(self, batch: TokenBatch) -> dict[str, float]:
         """{"loss": sum of weights, "mtp_k": sum of the weights of depth k, "tokens": tokens}."""
         segments = Segments(batch.num_tokens, batch.cu_seqlens, batch.tokens_T.device)
-        counts = {"loss": float(batch.weight_T.sum()), "tokens": float(batch.num_tokens)}
+        weight_T = batch.weight_T.double()
+        counts = {"loss": float(weight_T.sum()), "tokens": float(batch.num_tokens)}
         for k in range(1, self.mtp_depths + 1):
-            counts[f"mtp_{k}"] = float(segments.roll_left(batch.weight_T, k).sum())
+            counts[f"mtp_{k}"] = float(segments.roll_left(weight_T, k).sum())
         return counts
 
     def __call__(
@@ -46,7 +47,8 @@ class NextToken:
             hidden = torch.cat([hidden, output.mtp_hidden_JTD.flatten(0, 1)])
         roll = output.segments.roll_left
         labels_T = torch.cat([roll(batch.labels_T, k) for k in range(depths + 1)])
-        weights = [roll(batch.weight_T, k) * _inverse(counts[name]) for k, name in enumerate(names)]
+        weight_T = batch.weight_T.to(logits_dtype(hidden))
+        weights = [roll(weight_T, k) * _inverse(counts[name]) for k, name in enumerate(names)]
         scales = [1.0, *[self.mtp_loss_scale / max(1, depths)] * depths]
         weight_T = torch.cat([w * s for w, s in zip(weights, scales, strict=True)])
         loss, nll_T, correct_T = linear_cross_entropy(hidden, output.head_VD, labels_T, weight_T)
