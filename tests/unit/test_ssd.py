@@ -156,3 +156,13 @@ def test_gradients_may_be_taken_twice_from_one_graph():
     y, _ = scan(leaves)
     first = torch.autograd.grad(y.sum(), leaves["dt"], retain_graph=True)[0]
     assert torch.equal(first, torch.autograd.grad(y.sum(), leaves["dt"])[0])
+
+
+def test_weak_decays_after_a_strong_one_are_exact_in_float32():
+    case = draw(64)
+    case["dt"] = torch.where(torch.arange(64)[:, None] % 2 == 0, 40.0, -9.0) - case["dt_bias"]
+    case["dt"], case["A"] = case["dt"][None], -torch.ones(4, dtype=torch.float64)
+    single = {name: value.float() for name, value in case.items()}
+    exact = recurrence({name: value.double() for name, value in single.items()})
+    for got, want in zip(scan(single), exact, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6 * want.abs().max().item())

@@ -67,6 +67,7 @@ class Decays:
 
     dt: Tensor
     logs: Tensor  # sum of dt A since the chunk or the document began
+    rest: Tensor  # what rounding took from it: after a sum of -2000 the next token's -0.001 would be noise
     into: Tensor  # state that enters the chunk -> token
     out: Tensor  # token -> state that leaves the chunk
     through: Tensor  # state that enters -> state that leaves
@@ -76,13 +77,14 @@ class Decays:
         heads = dt_TH.shape[1]
         dt = torch.nn.functional.pad(dt_TH, (0, 0, 0, plan.count * plan.chunk - plan.total))
         dt = dt.view(plan.count, plan.chunk, heads).transpose(1, 2).contiguous()
-        logs = torch.matmul(dt * A_H[:, None], plan.mask.mT)
+        exact = torch.matmul((dt * A_H[:, None]).double(), plan.mask.mT.double())
+        logs = exact.to(dt.dtype)
         into = logs.exp() * plan.from_first[:, None]
-        out = (logs[..., -1:] - logs).clamp_(max=0).exp_() * plan.to_last[:, None]
+        out = (exact[..., -1:] - exact).to(dt.dtype).clamp_(max=0).exp_() * plan.to_last[:, None]
+        rest = (exact - logs).to(dt.dtype)
         shape = (plan.count, groups, heads // groups, plan.chunk)
-        return cls(
-            dt.view(shape), logs.view(shape), into.view(shape), out.view(shape), into.view(shape)[..., -1]
-        )
+        dt, logs, rest, into, out = (t.view(shape) for t in (dt, logs, rest, into, out))
+        return cls(dt, logs, rest, into, out, into[..., -1])
 
 
 @dataclass
@@ -155,6 +157,9 @@ class SlabScan:
         logs = self.decays.logs[cut]
         decay = self.buffer("decay", n, self.J, Q, Q)
         torch.sub(logs[..., :, None], logs[..., None, :], out=decay)
+        if decay.dtype != torch.float64:
+            rest = self.decays.rest[cut]
+            decay.add_(rest[..., :, None]).sub_(rest[..., None, :])
         return scores, decay.clamp_(max=0).exp_()
 
     def inputs(self, cut: slice, x: Tensor) -> tuple[Tensor, Tensor]:
