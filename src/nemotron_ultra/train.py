@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import subprocess
@@ -40,23 +41,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     NEMOTRON_ULTRA_TRACEBACK=1 lets the exception through instead.
     """
     try:
-        return perform(read_arguments(sys.argv[1:] if arguments is None else arguments))
+        code = perform(read_arguments(sys.argv[1:] if arguments is None else arguments))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what cannot be written is met here, not while the interpreter ends
+        return code
     except NemotronError as error:
         if os.environ.get(TRACEBACK, "0") != "0":
             raise
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # `--help | head` closes our output
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 0
     except OSError as error:
-        if error.filename is None or os.environ.get(TRACEBACK, "0") != "0":
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if (error.filename is None and not full) or os.environ.get(TRACEBACK, "0") != "0":
             raise
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        if full:
+            _discard_output()
+        print(f"error: {error.filename or 'writing'}: {error.strerror}", file=sys.stderr)
         return NemotronError.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _discard_output() -> None:
+    """Send output that cannot be written nowhere: the interpreter tries once more when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_arguments(arguments: Sequence[str]) -> Request:

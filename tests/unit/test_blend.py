@@ -225,6 +225,14 @@ def test_truncated_shards_are_refused(tmp_path):
         stream_of(blend({"a": path}, a=1))
 
 
+def test_changed_bytes_are_named_before_they_reach_the_model(tmp_path):
+    path = make_source(tmp_path / "a")
+    whole = (tmp_path / "a" / "train.bin").read_bytes()
+    (tmp_path / "a" / "train.bin").write_bytes(b"\xff" * len(whole))
+    with pytest.raises(DataError, match=r"train.bin holds ids that .* got 65535 to 65535 in documents \["):
+        next(stream_of(blend({"a": path}, a=1)))
+
+
 def test_sizes_that_do_not_fit_are_refused(folders):
     with pytest.raises(ConfigError, match="not a multiple of micro_batch_size x data-parallel readers"):
         stream_of(blend(folders, a=1), micro=3)

@@ -70,6 +70,7 @@ def flip(path):
         (lambda folder: os.truncate(folder / "run.json", 5), "run.json has 5 bytes"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "not readable"),
+        (lambda folder: (folder / "manifest.json").write_text('{"format": 1}'), "does not list its files"),
     ],
 )
 def test_damage_is_named_with_the_way_out(tmp_path, harm, words):

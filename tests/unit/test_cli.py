@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -226,6 +227,20 @@ def test_a_folder_that_cannot_be_made_is_one_line(cli, monkeypatch):
 
     monkeypatch.setattr(train, "_train", no_room)
     assert cli("recipe=pretrain") == (1, "", "error: /nowhere: No such file or directory\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="shell of POSIX")
+@pytest.mark.parametrize(
+    ("output", "code", "said"), [("| true", 0, ""), (">/dev/full", 1, "No space left on device\n")]
+)
+def test_output_that_cannot_be_written(output, code, said):
+    """A reader that has gone is no error, a full disk is one line; the output is buffered until the end."""
+    if "full" in output and not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    line = f"(sleep 0.3; {sys.executable} -m nemotron_ultra.train --list; echo code $? >&2) {output}"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=environment)
+    assert done.stderr.endswith(f"{said}code {code}\n") and "Exception" not in done.stderr
 
 
 @pytest.mark.parametrize("text", ["optim.lr=interval(0,1)", "optim.lr=glob(*)"])

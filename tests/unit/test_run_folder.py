@@ -60,6 +60,13 @@ def test_changed_configuration_is_refused_with_the_keys(tmp_path, change, line):
     assert line in str(caught.value) and "run.allow_config_change=true" in str(caught.value)
 
 
+def test_a_folder_that_cannot_be_made_is_a_mistake_in_the_configuration(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in ({"run.dir": tmp_path / "file" / "runs"}, {"run.name": "x" * 300}):
+        with pytest.raises(ConfigError, match=r"cannot be used; got .*choose another run\.dir or run\.name"):
+            RunFolder.open(config_of(tmp_path, **place))
+
+
 def test_changed_source_is_named(tmp_path):
     begin(config_of(tmp_path))
     with pytest.raises(ConfigError, match=r"data\.phases\.0\.sources\.text\.path"):

@@ -48,6 +48,7 @@ class Source:
                 f"run with {tokenizer.name!r} (hash {tokenizer.hash})",
                 do="set data.tokenizer to the shards' tokenizer, or prepare the text again with this one",
             )
+        self.vocab_size = tokenizer.vocab_size
         self.train, self.valid = Shard(folder / "train"), Shard(folder / "valid")
 
     @property
@@ -82,9 +83,17 @@ class Source:
             parts.append(shard.slice(begin, begin + count))
             ends.append(begin + count == int(shard.starts[document + 1]))
             after = -1 if ends[-1] else int(shard.slice(begin + count, begin + count + 1)[0])
+        tokens = np.concatenate(parts).astype(np.int64)
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            raise DataError(
+                f"{shard.bin_path} holds ids that the tokenizer does not make",
+                got=f"{tokens.min()} to {tokens.max()} in documents {[number for number, *_ in stretches]}",
+                allowed=f"0 to {self.vocab_size - 1}",
+                do="its bytes have changed since it was prepared: copy it again, or prepare the data again",
+            )
         return Row(
             source=self.name,
-            tokens=np.concatenate(parts).astype(np.int64),
+            tokens=tokens,
             after=after,
             lengths=[count for _, _, count in stretches],
             ends=ends,

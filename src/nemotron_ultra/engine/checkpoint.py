@@ -179,6 +179,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             allowed=_FORMAT,
             do="use the version of nemotron_ultra that wrote it; its model/ folder opens with load_model",
         )
+    files, parts = manifest.get("files"), manifest.get("parts")
+    if not isinstance(files, dict) or not isinstance(parts, list):
+        raise _damaged(folder, "manifest.json does not list its files and parts")
     return manifest
 
 

@@ -92,10 +92,17 @@ class RunFolder:
     def open(cls, config: RunConfig) -> RunFolder:
         """Create or continue the run that `config` names. Raises ConfigError if that would mix two runs."""
         path = Path(config.run.dir) / config.run.name
-        existed = (path / "run.json").is_file()
-        _check_place(path, config, existed)
-        path.mkdir(parents=True, exist_ok=True)
-        folder = cls(path, _take_lock(path))
+        try:
+            existed = (path / "run.json").is_file()
+            _check_place(path, config, existed)
+            path.mkdir(parents=True, exist_ok=True)
+            folder = cls(path, _take_lock(path))
+        except OSError as error:
+            raise ConfigError(
+                f"the run folder {path} cannot be used",
+                got=error.strerror,
+                do="choose another run.dir or run.name",
+            ) from error
         try:
             folder._continue(config) if existed else folder._begin(config)
         except BaseException:
