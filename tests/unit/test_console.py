@@ -146,6 +146,13 @@ def test_closed_pipe_does_not_stop_a_run():
     console.done("runs/a", "next")
 
 
+def test_no_standard_output_at_all(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    console = Console(10)
+    console.step(ROW)
+    console.done("runs/a", "next")
+
+
 def test_reader_that_goes_away_leaves_exit_code_0():
     code = (
         "import time\nfrom nemotron_ultra.observe.console import Console\nc = Console(99)\n"

@@ -1,5 +1,6 @@
 """`python -m nemotron_ultra.report`: a page, its name, exit codes, and no torch."""
 
+import os
 import subprocess
 import sys
 
@@ -53,6 +54,20 @@ def test_errors(tmp_path, capsys, prepare, code, said):
     assert report.main([str(tmp_path / "run")]) == code
     errors = capsys.readouterr().err
     assert said in errors and errors.count("\n") == 1 and sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_is_not_there_is_named_first(tmp_path, capsys):
+    assert report.main([str(tmp_path / "nowhere")]) == 2
+    assert "name the folder of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["/dev/zero", "/proc/report.html"])
+def test_a_device_and_an_unwritable_folder_are_refused(run, capsys, out):
+    """A device is not read to its end; nothing can be made in /proc."""
+    if not os.path.exists(os.path.dirname(out)):
+        pytest.skip(f"no {out} here")
+    assert report.main([str(run), "--out", out]) in (2, 3)
+    assert "name another file with --out" in capsys.readouterr().err
 
 
 def test_no_arguments_is_a_usage_error():

@@ -31,7 +31,8 @@ class Console:
 
     def __init__(self, total_steps: int, every: int = 1, stream: TextIO | None = None):
         self.total_steps, self.every = total_steps, max(1, every)
-        self._stream = sys.stdout if stream is None else stream
+        # Without a standard output (`>&-`) sys.stdout is None.
+        self._stream = stream or sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         self._lock = threading.Lock()  # sinks report from their threads
         self._live = _is_terminal(self._stream)
         self._colour = self._live and not os.environ.get("NO_COLOR")

@@ -5,6 +5,7 @@ The page is complete without its script, which only shows values under the point
 
 from __future__ import annotations
 
+import contextlib
 import html
 import os
 import time
@@ -41,14 +42,16 @@ def write_report(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     without metrics or a disk that cannot be written.
     """
     out = Path(out)
+    runs = [load_run(folder) for folder in run_dirs]
     check_page(out)
-    page = render([load_run(folder) for folder in run_dirs])
+    page = render(runs)
     fresh = out.with_name(f".{out.name}.tmp")
     try:
         fresh.write_text(page, encoding="utf-8")
         os.replace(fresh, out)
     except OSError as error:
-        fresh.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            fresh.unlink()
         raise DataError(
             f"cannot write {out}", got=error.strerror, do="name another file with --out"
         ) from error
@@ -61,8 +64,15 @@ def check_page(out: Path) -> None:
         raise ConfigError(f"{out.parent} is not a folder", do="make it, or name another file with --out")
     if out.is_dir():
         raise ConfigError(f"{out} is a folder", do="name a file with --out")
-    if out.exists() and _MARK.encode() not in out.read_bytes()[:400]:
+    if out.exists() and not _is_page(out):
         raise ConfigError(f"{out} exists and is not a report page", do="name another file with --out")
+
+
+def _is_page(path: Path) -> bool:
+    if not path.is_file():  # a device has no end
+        return False
+    with path.open("rb") as file:
+        return _MARK.encode() in file.read(400)
 
 
 def render(runs: Sequence[RunData]) -> str:
