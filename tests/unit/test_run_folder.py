@@ -67,6 +67,17 @@ def test_a_folder_that_cannot_be_made_is_a_mistake_in_the_configuration(tmp_path
             RunFolder.open(config_of(tmp_path, **place))
 
 
+def test_a_disk_without_room_for_the_first_file_names_the_folder(tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("nemotron_ultra.trainers.run_folder._write", full)
+        with pytest.raises(ConfigError, match=r"pretrain cannot be used; got No space left on device"):
+            RunFolder.open(config_of(tmp_path))
+    RunFolder.open(config_of(tmp_path)).close()
+
+
 def test_changed_source_is_named(tmp_path):
     begin(config_of(tmp_path))
     with pytest.raises(ConfigError, match=r"data\.phases\.0\.sources\.text\.path"):

@@ -98,13 +98,12 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             folder = cls(path, _take_lock(path))
         except OSError as error:
-            raise ConfigError(
-                f"the run folder {path} cannot be used",
-                got=error.strerror,
-                do="choose another run.dir or run.name",
-            ) from error
+            raise _unusable(path, error) from error
         try:
             folder._continue(config) if existed else folder._begin(config)
+        except OSError as error:
+            folder.close()
+            raise _unusable(path, error) from error
         except BaseException:
             folder.close()
             raise
@@ -162,6 +161,12 @@ class RunFolder:
             _keep_earlier(self.path / "config.yaml")
             _write(self.path / "config.yaml", to_yaml(config))
         self.record(started=[*self.facts.get("started", []), now()], process=_this_process())
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the run folder {path} cannot be used", got=error.strerror, do="choose another run.dir or run.name"
+    )
 
 
 def now() -> str:
