@@ -52,6 +52,14 @@ def test_changed_model_on_resume(capsys, corpus, run_dir):
     assert losses(run_dir) == before
 
 
+def test_a_finished_run_without_its_checkpoints_is_not_begun_again(capsys, corpus, run_dir):
+    before = losses(run_dir)
+    shutil.rmtree(next(run_dir.glob("*/checkpoints")))
+    status, said = fails(capsys, corpus, run_dir, **{"trainer.steps": 6})
+    assert status == 4 and "a finished run of 4 steps" in said and "run.name" in said
+    assert losses(run_dir) == before
+
+
 def test_changed_model_on_resume_if_allowed(corpus, run_dir):
     changes = {"model.chunk_size": 32, "trainer.steps": 5, "run.allow_config_change": "true"}
     assert train.main(["recipe=pretrain", *overrides(corpus, run_dir, **changes)]) == 0

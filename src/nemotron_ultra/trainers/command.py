@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.engine.checkpoint import list_checkpoints
-from nemotron_ultra.errors import NemotronError
+from nemotron_ultra.errors import CheckpointError, NemotronError
 from nemotron_ultra.observe.console import Console
 from nemotron_ultra.observe.html import write_report
 from nemotron_ultra.trainers.hooks import SavedOnSignal
@@ -28,6 +28,12 @@ def in_run_folder(config: RunConfig, train: Train) -> int:
         if folder.finished_steps >= steps:
             console.note(f"this run is finished: {folder.finished_steps} of {steps} steps")
             return _finish(config, folder, console)
+        if folder.finished_steps and folder.checkpoint is None:  # step 1 would erase its curves
+            raise CheckpointError(
+                f"{folder.path} has no checkpoint to go on from",
+                got=f"a finished run of {folder.finished_steps} steps without its checkpoints",
+                do="restore checkpoints/, or choose another run.name",
+            )
         try:
             train(config, folder, console)
         except NemotronError:
