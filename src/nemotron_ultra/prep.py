@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
@@ -89,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\nerror: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"\nerror: {error}; {RESUMES}", file=sys.stderr)
+        full = f"; make room for {arguments.out}" if error.errno == errno.ENOSPC else ""
+        print(f"\nerror: {error}{full}; {RESUMES}", file=sys.stderr)
         return DataError.exit_code
     except KeyboardInterrupt:
         print(f"\nstopped; {RESUMES}", file=sys.stderr)
@@ -212,13 +214,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="INPUT",
         help="validation input, in place of a fraction",
     )
-    add("--valid-fraction", type=_fraction, default=0.01, metavar="F", help="documents for validation (0.01)")
+    add("--valid-fraction", type=fraction, default=0.01, metavar="F", help="documents for validation (0.01)")
     add("--special-tokens", action="store_true", help="read special tokens spelled out in the text as such")
     add("--workers", type=_count, default=0, metavar="N", help="processes; 0 is one per core (0)")
     return parser
 
 
-def _fraction(text: str) -> float:
+def fraction(text: str) -> float:
     value = float(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not in [0, 1)")

@@ -121,3 +121,29 @@ def test_recompute_and_init_from_agree_with_the_plain_run(finished, corpus, tmp_
         assert train.main(["recipe=pretrain", *micro_overrides(corpus, tmp_path, **changes)]) == 0
     assert losses(tmp_path, "plain") == losses(tmp_path, "again")
     assert losses(tmp_path, "plain")[0][1] < losses(finished[0])[0][1] - 0.3
+
+
+def test_resumed_run_does_not_need_the_folder_it_began_from(finished, corpus, tmp_path):
+    import shutil
+
+    began = shutil.copytree(
+        finished[0] / "pretrain" / "checkpoints" / "step_00000006" / "model", tmp_path / "w"
+    )
+    options = {"run.init_from": began, "schedule.decay_tokens": 0}
+    runs = tmp_path / "runs"
+    assert (
+        train.main(["recipe=pretrain", *micro_overrides(corpus, runs, **options, **{"trainer.steps": 2})])
+        == 0
+    )
+    shutil.rmtree(began)
+    assert (
+        train.main(["recipe=pretrain", *micro_overrides(corpus, runs, **options, **{"trainer.steps": 4})])
+        == 0
+    )
+    assert [step for step, _ in losses(runs)] == [1, 2, 3, 4]
+
+
+def test_remark_where_the_tokenizer_ends_documents_with_another_id(corpus, tmp_path, capsys):
+    changes = {"trainer.steps": 1, "model.eos_token_id": 11, "schedule.decay_tokens": 0}
+    assert train.main(["recipe=pretrain", *micro_overrides(corpus, tmp_path, **changes)]) == 0
+    assert "set model.eos_token_id=2" in " ".join(capsys.readouterr().out.split())

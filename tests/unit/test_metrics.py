@@ -174,3 +174,11 @@ def test_catalogue_is_sound():
     assert describe("moe/3/max_vio").key == "moe/<k>/max_vio"
     assert describe("moe/max_vio_max").key == "moe/max_vio_max"
     assert undocumented(["loss", "los", "moe/3/max_vio/x"]) == ["los", "moe/3/max_vio/x"]
+
+
+def test_a_deleted_file_is_begun_again(path):
+    log = MetricsLog(path)
+    log.append({"step": 1})
+    path.unlink()
+    log.append({"step": 2})
+    assert [row["step"] for row in read_metrics(path)] == [2]

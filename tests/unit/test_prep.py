@@ -318,7 +318,7 @@ def test_full_disk_keeps_finished_parts(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr("nemotron_ultra.data.parts.write_json", full)
         assert prep.main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]) == 3
-    assert "No space left on device; finished parts are kept" in capsys.readouterr().err
+    assert "No space left on device; make room for" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("*.bin"))
     assert prep.main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--valid-fraction", "0"]) == 3
     assert prep.main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out")]) == 0
@@ -335,3 +335,9 @@ def test_progress_says_rate_and_time_left(tmp_path):
     job, parts = job_for(files[0].path, tmp_path / "out", 0)
     prepare(job, parts, progress=progress)
     assert " of 0.0 MB (1 %)  " in progress.line() and progress.line().endswith("s left")
+
+
+def test_a_fraction_that_is_no_number(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        prep.main([str(tmp_path), "--out", str(tmp_path / "out"), "--valid-fraction", "x"])
+    assert "invalid fraction value: 'x'" in capsys.readouterr().err

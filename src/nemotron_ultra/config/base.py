@@ -40,7 +40,9 @@ def _real(value: Any, kind: str = "a number") -> Any:
 def _ids(value: Any) -> int | tuple[int, ...]:
     ids = tuple(_whole(one) for one in (value if isinstance(value, list | tuple) else [value]))
     if not ids or min(ids) < 0:
-        raise PydanticCustomError("number", "expected {kind}", {"kind": "one token id >= 0 or a list of them"})
+        raise PydanticCustomError(
+            "number", "expected {kind}", {"kind": "one token id >= 0 or a list of them"}
+        )
     return ids if isinstance(value, list | tuple) else ids[0]
 
 

@@ -87,12 +87,6 @@ class MasterWeights:
         for name, master in self.separate.items():
             self.weights[name].copy_(master)
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Take the weights as masters, after weights were loaded from outside."""
-        for name, master in self.separate.items():
-            master.copy_(self.weights[name])
-
 
 def global_norm(grads: Iterable[Tensor]) -> Tensor:
     """Euclidean norm over all gradients, fp32 scalar."""

@@ -65,6 +65,9 @@ class MetricsLog:
     def append(self, row: Mapping[str, object]) -> None:
         """Write one row. Raises DataError (disk full) and leaves the file at its last whole line."""
         line = (encode_row(row) + "\n").encode()
+        if os.fstat(self._file).st_nlink == 0:  # somebody deleted the file: begin it again
+            self.close()
+            self._file = self._open()
         end = os.fstat(self._file).st_size
         try:
             written = os.write(self._file, line)

@@ -64,12 +64,14 @@ def choose_device(config: RunConfig) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def build_model(config: RunConfig, device: torch.device) -> HybridLM:
+def build_model(config: RunConfig, device: torch.device, resuming: bool = False) -> HybridLM:
     """A fresh model from the run's seed, or the weights of run.init_from. Raises ConfigError if those
     differ.
+
+    A resumed run takes its weights from its checkpoint: it does not need that folder any more.
     """
     dtype = DTYPES[config.precision.weights]
-    if config.run.init_from:
+    if config.run.init_from and not resuming:
         model = load_model(config.run.init_from, dtype=dtype, device=device)
         different = _differences(model.config, config.model)
         if different:

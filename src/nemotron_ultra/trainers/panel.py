@@ -56,6 +56,7 @@ def panel_rows(run: Run, plan: Plan, precision: str, ops: str, data: dict[str, A
     xz = [facts["xz_bits_per_byte"] for facts in data.values() if facts["xz_bits_per_byte"]]
     goal = f"; xz needs {min(xz):.2f} bits per byte" if xz else ""
     marks = "".join(f"; {m.name} at step {m.step:,}" for m in plan.milestones if m.name != "run ends")
+    remarks = _end_of_document(run)
     changed = [("changed", "\n".join(run.folder.changes))] if run.folder.changes else []
     return [
         (run.config.recipe, f"{begin} in {run.folder.path}"),
@@ -71,6 +72,21 @@ def panel_rows(run: Run, plan: Plan, precision: str, ops: str, data: dict[str, A
             f"{plan.steps:,} steps x {plan.tokens_per_step:,} tokens = {compact(plan.tokens)} tokens, "
             f"{compact(3 * plan.flops_per_token)}FLOP a token{marks}",
         ),
+        *remarks,
+    ]
+
+
+def _end_of_document(run: Run) -> list[Row]:
+    """A remark where config.json would name another end of document than the one that is trained."""
+    ids, trained = run.config.model.eos_token_id, run.tokenizer.eos_id
+    if trained in (ids if isinstance(ids, tuple) else (ids,)):
+        return []
+    return [
+        (
+            "remark",
+            f"documents end with id {trained} of the tokenizer, model.eos_token_id is {ids}: "
+            f"set model.eos_token_id={trained} so that config.json says the same",
+        )
     ]
 
 

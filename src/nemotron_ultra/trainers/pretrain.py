@@ -48,7 +48,8 @@ def pretrain(config: RunConfig, folder: RunFolder, console: Console) -> None:
     )
 
     # Model and optimizer (report 2.1, 2.4): FP32 gradients and masters, matrices decay, vectors do not.
-    engine = build_engine(config, build_model(config, device))
+    model = build_model(config, device, resuming=folder.checkpoint is not None)
+    engine = build_engine(config, model)
 
     # Objective (report 1.5, 1.6): the MTP scale is shared by the depths.
     objective = NextToken(
