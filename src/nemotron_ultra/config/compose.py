@@ -88,16 +88,20 @@ def read_config(path: str | Path) -> RunConfig:
     return check.checked(RunConfig, read_yaml(Path(path)))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Plain dict of one YAML file (1e3 is a number); ConfigError where it is not valid YAML."""
+def read_yaml(path: Path, resolve: bool = True) -> dict[str, Any]:
+    """Plain dict of one YAML file (1e3 is a number); ConfigError where it is no YAML of keys and values."""
     from omegaconf import OmegaConf
     from yaml import YAMLError
 
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        content = OmegaConf.to_container(OmegaConf.load(path), resolve=resolve)
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
-    except YAMLError as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text", got=_one_line(error), do="save it as UTF-8") from error
+    except PermissionError as error:
+        raise ConfigError(f"{path}: may not be read", do="change its permissions") from error
+    except (YAMLError, OSError) as error:  # omegaconf raises OSError for text that is neither keys nor list
         raise ConfigError(f"{path}: not valid YAML: {_one_line(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected keys and values", got=type(content).__name__)
@@ -165,7 +169,9 @@ def _compose(name: str, choices: list[str], own: Path | None) -> DictConfig:
     from yaml import YAMLError
 
     folders = [*([own] if own else []), share_dir("recipes"), share_dir("configs")]
-    first = recipes(own)[name].parent  # Hydra looks for the primary config before it reads hydra.searchpath
+    file = recipes(own)[name]
+    read_yaml(file, resolve=False)  # names the file where it is no YAML of keys and values
+    first = file.parent  # Hydra looks for the primary config before it reads hydra.searchpath
     others = [folder for folder in folders if folder != first]
     quoted = ",".join("'file://" + str(folder).replace("'", "\\'") + "'" for folder in others)
     before = GlobalHydra.instance().hydra
