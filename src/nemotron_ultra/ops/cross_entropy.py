@@ -45,7 +45,7 @@ def softmax_(logits_nV: Tensor) -> Tensor:
     """Softmax over the last axis, in place. Its largest entry is exp(max - logsumexp), so no second sum is
     needed.
 
-    torch.softmax exponentiates several times faster than torch.exp on a CPU.
+    One call takes about two thirds of the CPU time of maximum, difference, exponential and sum apart.
     """
     return torch.softmax(logits_nV, -1, out=logits_nV)
 
