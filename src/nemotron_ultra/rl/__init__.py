@@ -1,0 +1,1 @@
+"""Reinforcement learning and distillation: environments, rollouts, advantages, replay, teachers, publishing."""
