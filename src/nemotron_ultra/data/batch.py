@@ -14,8 +14,11 @@ class TokenBatch:
     """One micro-batch.
 
     labels_T[t] is the token that follows tokens_T[t] inside its document (0 where there is none: weight_T is
-    0 there). cu_seqlens, int32 [documents + 1], runs from 0 to T. `stats` carries what a message or a page
-    wants to say of the batch, such as document ids; nothing in it changes the mathematics.
+    0 there). cu_seqlens, int32 [documents + 1], runs from 0 to T.
+    Log-probabilities and advantages are those of labels_T; version_T is the number of optimizer steps behind
+    the weights that drew labels_T, -1 where no policy drew it.
+    `stats` carries what a message or a page wants to say of the batch, such as document ids; nothing in it
+    changes the mathematics.
     """
 
     tokens_T: Tensor
@@ -25,7 +28,7 @@ class TokenBatch:
     behavior_logprob_T: Tensor | None = None
     proximal_logprob_T: Tensor | None = None
     advantage_T: Tensor | None = None
-    version: int = 0
+    version_T: Tensor | None = None
     stats: dict[str, Any] = field(default_factory=dict)
 
     @property

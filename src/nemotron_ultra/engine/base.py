@@ -17,8 +17,10 @@ class Objective(Protocol):
 
     `count(batch)` names the denominators that one micro-batch adds to (for example {"tokens": 2048,
     "mtp_1": 2040}); the engine sums them over the global batch before the first backward and hands the
-    totals to every call.
+    totals to every call. `mtp_depths` is how often the forward applies the MTP module, at most.
     """
+
+    mtp_depths: int
 
     def count(self, batch: TokenBatch) -> dict[str, float]: ...
 
@@ -26,8 +28,12 @@ class Objective(Protocol):
         self, output: Any, batch: TokenBatch, counts: dict[str, float]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss, metrics): a differentiable scalar and detached scalars, already divided, so that both add
-        up.
+        up. A metric whose name ends in /min or /max is combined by minimum or maximum.
         """
+        ...
+
+    def finish(self, metrics: Metrics) -> Metrics:
+        """What is reported, from the metrics of the whole global batch: ratios of sums are made here."""
         ...
 
 

@@ -74,7 +74,7 @@ class TorchEngine:
                 squares_L = squares_L + output.residual_norm_L.square() * (batch.num_tokens / tokens)
                 self._pending_tokens += batch.num_tokens
         self.residual_norm_L = squares_L.sqrt()
-        return {name: float(value) for name, value in totals.items()}
+        return objective.finish({name: float(value) for name, value in totals.items()})
 
     def optimizer_step(self) -> Metrics:
         """Apply and clear the gradients. Returns lr and the gradient norm before clipping.
@@ -108,7 +108,7 @@ class TorchEngine:
         totals: dict[str, Tensor] = {}
         for batch in batches:
             _add(totals, self._forward(batch, objective, counts)[2])
-        return {name: float(value) for name, value in totals.items()}
+        return objective.finish({name: float(value) for name, value in totals.items()})
 
     @torch.no_grad()
     def logprob(self, batch: TokenBatch) -> Tensor:
@@ -157,7 +157,8 @@ class TorchEngine:
 
     def _forward(self, batch: TokenBatch, objective: Objective, counts: dict[str, float]):
         batch = to_device(batch, self.device)
-        output = self.model(batch.tokens_T, batch.cu_seqlens)
+        depths = min(objective.mtp_depths, self.model.config.depths)
+        output = self.model(batch.tokens_T, batch.cu_seqlens, mtp_depths=depths)
         return output, *objective(output, batch, counts)
 
     def _count_routing(self, router: RouterStats) -> None:
@@ -206,8 +207,13 @@ def to_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
 
 
 def _add(totals: dict[str, Tensor], metrics: dict[str, Tensor]) -> None:
+    """Combine the metrics of one more micro-batch into `totals`."""
     for name, value in metrics.items():
-        totals[name] = totals[name] + value if name in totals else value.detach()
+        combine = _COMBINE.get(name.rsplit("/", 1)[-1], torch.add)
+        totals[name] = combine(totals[name], value.detach()) if name in totals else value.detach()
+
+
+_COMBINE = {"min": torch.minimum, "max": torch.maximum}
 
 
 def _rng_state() -> dict[str, Tensor]:

@@ -18,8 +18,7 @@ from nemotron_ultra.ops.segments import Segments
 class NextToken:
     """The pretraining and fine-tuning objective.
 
-    mtp_loss_scale is shared by all depths; mtp_depths bounds the depths that `count` prepares denominators
-    for.
+    mtp_loss_scale is shared by all depths; mtp_depths bounds the depths that are used.
     """
 
     def __init__(self, mtp_loss_scale: float = 0.1, balance_coefficient: float = 1e-4, mtp_depths: int = 7):
@@ -66,6 +65,10 @@ class NextToken:
             metrics["balance_loss"] = balance.detach()
             loss = loss + self.balance_coefficient * balance
         return loss, metrics
+
+    def finish(self, metrics: dict[str, float]) -> dict[str, float]:
+        """As they are: all of them are means already."""
+        return metrics
 
 
 def _inverse(count: float) -> float:
