@@ -102,6 +102,22 @@ class BlendStream:
         size = self.micro_batch_size
         return [make_batch(chosen[i : i + size]) for i in range(0, len(chosen), size)]
 
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """Of each source: folder, tokens and documents to train on, and what xz makes of its validation
+        text.
+        """
+        return {
+            name: {
+                "folder": str(source.folder),
+                "tokens": int(source.train.tokens),
+                "documents": len(source.train.starts) - 1,
+                "validation_tokens": int(source.valid.tokens),
+                "xz_bits_per_byte": source.manifest.get("xz_bits_per_byte"),
+                "input": source.manifest["input"],
+            }
+            for name, source in self.sources.items()
+        }
+
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "fingerprint": self.fingerprint(), "facts": self.facts()}
 

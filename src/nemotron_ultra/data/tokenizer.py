@@ -41,6 +41,7 @@ class Tokenizer:
         self._plain.encode_special_tokens = True
         self._special: tokenizers.Tokenizer | None = None
         self.vocab_size = 1 + max(self._plain.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._config = config
         self.bos_id = self._id_of(config.get("bos_token"))
         self.pad_id = self._id_of(config.get("pad_token"))
         named = config.get("eos_token")
@@ -92,6 +93,12 @@ class Tokenizer:
             if index not in special:
                 out[index] = _bytes_of(token, byte_level and index not in plain)
         return out
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json into `folder`; it opens again with the same hash."""
+        named = {"eos_token": self.token(self.eos_id)} | self._config
+        (folder / "tokenizer.json").write_text(self._text, encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=1), encoding="utf-8")
 
     def _id_of(self, token: Any) -> int | None:
         text = token.get("content") if isinstance(token, dict) else token

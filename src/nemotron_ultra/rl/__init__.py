@@ -1,1 +1,1 @@
-"""Reinforcement learning and distillation: environments, rollouts, advantages, replay, teachers, publishing."""
+"""Reinforcement learning and distillation: environments, rollouts, advantages, replay, teachers, weights."""

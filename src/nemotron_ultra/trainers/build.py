@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +13,7 @@ from torch import Tensor
 from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.data.batch import TokenBatch
-from nemotron_ultra.data.blend import BlendStream
-from nemotron_ultra.data.tokenizer import Tokenizer
+from nemotron_ultra.data.tokenizer import Tokenizer, load_tokenizer
 from nemotron_ultra.engine.base import Objective
 from nemotron_ultra.engine.checkpoint import load_checkpoint, save_checkpoint
 from nemotron_ultra.engine.grads import first_non_finite
@@ -26,6 +26,7 @@ from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.observe.console import Console
 from nemotron_ultra.trainers.hooks import Hook
 from nemotron_ultra.trainers.run_folder import RunFolder
+from nemotron_ultra.trainers.weights import check_tokenizer, weights_folder
 
 _ONLY_FOR_FRESH_WEIGHTS = {
     *("initializer_range", "rescale_prenorm_residual", "time_step_min", "time_step_max", "time_step_floor"),
@@ -34,15 +35,32 @@ _ONLY_FOR_FRESH_WEIGHTS = {
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+class Stream(Protocol):
+    """The micro-batches of one optimizer step after another; where it stands is part of a checkpoint.
+
+    `describe()` is what the start panel and run.json say of the data: facts by source or domain.
+    """
+
+    def __iter__(self) -> Iterator[list[TokenBatch]]: ...
+
+    def __next__(self) -> list[TokenBatch]: ...
+
+    def describe(self) -> dict[str, dict[str, Any]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], *, allow_change: bool = False) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The parts of one run, put together by a trainer."""
+    """The parts of one run, put together by a trainer. `validation` may be empty."""
 
     config: RunConfig
     folder: RunFolder
     console: Console
     tokenizer: Tokenizer
-    stream: BlendStream
+    stream: Stream
     engine: TorchEngine
     objective: Objective
     validation: Sequence[TokenBatch]
@@ -65,18 +83,20 @@ def choose_device(config: RunConfig) -> torch.device:
 
 
 def build_model(config: RunConfig, device: torch.device, resuming: bool = False) -> HybridLM:
-    """A fresh model from the run's seed, or the weights of run.init_from. Raises ConfigError if those
+    """A fresh model from the run's seed, or the weights of run.from. Raises ConfigError if those
     differ.
 
     A resumed run takes its weights from its checkpoint: it does not need that folder any more.
     """
     dtype = DTYPES[config.precision.weights]
-    if config.run.init_from and not resuming:
-        model = load_model(config.run.init_from, dtype=dtype, device=device)
+    if config.run.from_ and not resuming:
+        weights = weights_folder(config.run.from_)
+        check_tokenizer(weights, load_tokenizer(config.data.tokenizer))
+        model = load_model(weights, dtype=dtype, device=device)
         different = _differences(model.config, config.model)
         if different:
             raise ConfigError(
-                "run.init_from holds another model than the configuration asks for",
+                "run.from holds another model than the configuration asks for",
                 got="; ".join(different[:6]),
                 do="choose the model option that those weights belong to",
             )
@@ -133,10 +153,16 @@ def save_run(run: Run, hooks: Sequence[Hook]) -> Path:
         run.folder.path,
         engine.step,
         parts,
-        save_weights=lambda path: save_model(engine.model, path),
+        save_weights=lambda path: _save_weights(run, path),
         keep_last=run.config.trainer.keep_last,
         keep_every=run.config.trainer.keep_every,
     )
+
+
+def _save_weights(run: Run, path: Path) -> None:
+    """A folder that needs nothing else: model and tokenizer."""
+    save_model(run.engine.model, path)
+    run.tokenizer.save(path)
 
 
 def resume_run(run: Run, hooks: Sequence[Hook]) -> int:

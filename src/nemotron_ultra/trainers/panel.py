@@ -29,7 +29,7 @@ def describe(run: Run) -> None:
     """Print the start panel and write the same facts, and more, to run.json."""
     plan = make_plan(run.config)
     precision = precision_rows(run.engine.model, run.config.precision, run.engine.device)
-    data, backends = data_facts(run), backend_rows(run)
+    data, backends = run.stream.describe(), backend_rows(run)
     run.folder.record(
         version=nemotron_ultra.__version__,
         **plan_facts(plan),
@@ -52,9 +52,6 @@ def panel_rows(run: Run, plan: Plan, precision: str, ops: str, data: dict[str, A
     model, count, resumed = run.config.model, plan.parameters, run.folder.checkpoint
     depths = f", MTP {model.mtp_pattern} x {model.depths} depths" if model.depths else ""
     begin = f"going on from {resumed.name}" if resumed else "new run"
-    sources = ", ".join(f"{name} {compact(facts['tokens'])} tokens" for name, facts in data.items())
-    xz = [facts["xz_bits_per_byte"] for facts in data.values() if facts["xz_bits_per_byte"]]
-    goal = f"; xz needs {min(xz):.2f} bits per byte" if xz else ""
     marks = "".join(f"; {m.name} at step {m.step:,}" for m in plan.milestones if m.name != "run ends")
     remarks = _end_of_document(run)
     changed = [("changed", "\n".join(run.folder.changes))] if run.folder.changes else []
@@ -66,7 +63,7 @@ def panel_rows(run: Run, plan: Plan, precision: str, ops: str, data: dict[str, A
         ("precision", precision),
         ("engine", _device_line(run)),
         ("ops", ops),
-        ("data", f"{sources}{goal}; tokenizer {run.tokenizer.name}, {run.tokenizer.vocab_size} ids"),
+        ("data", data_line(run, data)),
         (
             "plan",
             f"{plan.steps:,} steps x {plan.tokens_per_step:,} tokens = {compact(plan.tokens)} tokens, "
@@ -90,19 +87,19 @@ def _end_of_document(run: Run) -> list[Row]:
     ]
 
 
-def data_facts(run: Run) -> dict[str, Any]:
-    """Of each source: folder, tokens and documents to train on, and what xz makes of its validation text."""
-    return {
-        name: {
-            "folder": str(source.folder),
-            "tokens": int(source.train.tokens),
-            "documents": len(source.train.starts) - 1,
-            "validation_tokens": int(source.valid.tokens),
-            "xz_bits_per_byte": source.manifest.get("xz_bits_per_byte"),
-            "input": source.manifest["input"],
-        }
-        for name, source in run.stream.sources.items()
-    }
+def data_line(run: Run, data: dict[str, Any]) -> str:
+    """Sources with their tokens or domains with their environments, the goal that xz sets, and the
+    tokenizer.
+    """
+    named = [
+        f"{name} {compact(facts['tokens'])} tokens"
+        if "tokens" in facts
+        else f"{name} ({facts['environment']})"
+        for name, facts in data.items()
+    ]
+    xz = [facts["xz_bits_per_byte"] for facts in data.values() if facts.get("xz_bits_per_byte")]
+    goal = f"; xz needs {min(xz):.2f} bits per byte" if xz else ""
+    return f"{', '.join(named)}{goal}; tokenizer {run.tokenizer.name}, {run.tokenizer.vocab_size} ids"
 
 
 def precision_rows(model: HybridLM, precision: PrecisionConfig, device: torch.device) -> list[dict[str, Any]]:
