@@ -113,9 +113,9 @@ def test_more_steps_go_on(finished, corpus, tmp_path):
     assert [step for step, _ in losses(tmp_path / "runs")] == list(range(1, 9))
 
 
-def test_recompute_and_init_from_agree_with_the_plain_run(finished, corpus, tmp_path):
+def test_recompute_and_starting_weights_agree_with_the_plain_run(finished, corpus, tmp_path):
     weights = finished[0] / "pretrain" / "checkpoints" / "step_00000006" / "model"
-    options = {"run.init_from": weights, "trainer.steps": 2, "schedule.decay_tokens": 0}
+    options = {"run.from": weights, "trainer.steps": 2, "schedule.decay_tokens": 0}
     for name, recompute in (("plain", "false"), ("again", "true")):
         changes = options | {"run.name": name, "engine.recompute": recompute}
         assert train.main(["recipe=pretrain", *micro_overrides(corpus, tmp_path, **changes)]) == 0
@@ -129,7 +129,7 @@ def test_resumed_run_does_not_need_the_folder_it_began_from(finished, corpus, tm
     began = shutil.copytree(
         finished[0] / "pretrain" / "checkpoints" / "step_00000006" / "model", tmp_path / "w"
     )
-    options = {"run.init_from": began, "schedule.decay_tokens": 0}
+    options = {"run.from": began, "schedule.decay_tokens": 0}
     runs = tmp_path / "runs"
     assert (
         train.main(["recipe=pretrain", *micro_overrides(corpus, runs, **options, **{"trainer.steps": 2})])

@@ -51,7 +51,7 @@ def test_places_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("NEMOTRON_ULTRA_CHECKPOINTS", "/ckpt")
     config = load_recipe("ultra_pretrain_phase2")
     assert config.data.phases[0].sources["crawl++"].path == "/big/crawl++"
-    assert config.run.init_from == "/ckpt/ultra_pretrain_15T"
+    assert config.run.from_ == "/ckpt/ultra_pretrain_15T"
 
 
 def test_models_have_the_layers_and_sizes_of_the_reports():
@@ -114,7 +114,7 @@ def test_blends_are_those_of_figure_4():
 def test_phase_2_alone_decays_from_its_first_token():
     c = loaded("ultra_pretrain_phase2")
     assert c.trainer.steps == 198_682 and c.schedule.decay_tokens == c.schedule.total_tokens == 5e12
-    assert c.schedule.warmup_tokens == 0 and c.run.init_from.endswith("ultra_pretrain_15T")
+    assert c.schedule.warmup_tokens == 0 and c.run.from_.endswith("ultra_pretrain_15T")
 
 
 def test_long_context_is_the_reports_phase():

@@ -139,14 +139,14 @@ def test_nan_in_a_weight(capsys, corpus, original, tmp_path):
     with torch.no_grad():
         model.backbone.layers[1].mixer.fc1_latent_proj.weight[0, 0] = float("nan")
     save_model(model, tmp_path / "bad")
-    status, said = fails(capsys, corpus, tmp_path, **{"run.init_from": tmp_path / "bad"})
+    status, said = fails(capsys, corpus, tmp_path, **{"run.from": tmp_path / "bad"})
     assert status == 6 and "loss of step 1" in said and "backbone.layers.1" in said and "text:train:" in said
     assert not (tmp_path / "pretrain").exists()
 
 
-def test_init_from_another_model(capsys, corpus, original, tmp_path):
+def test_weights_of_another_model(capsys, corpus, original, tmp_path):
     weights = original / "pretrain" / "checkpoints" / "step_00000004" / "model"
-    status, said = fails(capsys, corpus, tmp_path, **{"run.init_from": weights, "model.moe_latent_size": 8})
+    status, said = fails(capsys, corpus, tmp_path, **{"run.from": weights, "model.moe_latent_size": 8})
     assert status == 2 and "moe_latent_size: 16 there, 8 asked" in said
 
 

@@ -9,7 +9,20 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-_STRICT = ConfigDict(extra="forbid", validate_default=False, allow_inf_nan=True, coerce_numbers_to_str=True)
+
+def key_of(field: str) -> str:
+    """The key of a field: a trailing underscore, there for a word that Python reserves, is no part of it."""
+    return field.removesuffix("_")
+
+
+_STRICT = ConfigDict(
+    extra="forbid",
+    validate_default=False,
+    allow_inf_nan=True,
+    coerce_numbers_to_str=True,
+    alias_generator=key_of,
+    populate_by_name=True,
+)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)

@@ -88,7 +88,7 @@ def _allowed(annotation: Any, item: Mapping[str, Any]) -> str:
         return "at least one"
     inner = schema.strip(annotation)
     if dataclasses.is_dataclass(inner):
-        names = [field.name for field in dataclasses.fields(inner)]
+        names = schema.keys_of(inner)
         return f"keys {', '.join(names)}" if len(names) <= 12 else f"{len(names)} keys, see --help"
     return schema.type_text(annotation) if annotation is not None else str(item["msg"])
 
@@ -100,7 +100,7 @@ def _choices(annotation: Any) -> list[str]:
 
 def _unknown_key(parts: tuple[str | int, ...], path: str, found: Any, cls: type) -> str:
     parent = schema.strip(_annotation(cls, parts[:-1]))
-    names = [field.name for field in dataclasses.fields(parent)]
+    names = schema.keys_of(parent)
     where = ".".join(map(str, parts[:-1]))
     hint = nearest(str(parts[-1]), names) or _elsewhere(str(parts[-1]), cls)
     allowed = ", ".join(names) if len(names) <= 12 else f"see --help {where}"

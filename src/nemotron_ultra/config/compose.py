@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemotron_ultra.config import check, schema
+from nemotron_ultra.config.base import key_of
 from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.errors import ConfigError
 
@@ -73,7 +74,7 @@ def options(group: str, config_dir: Path | None = None) -> dict[str, Path]:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A typed configuration as plain dicts and lists; `RunConfig(**...)` of it is equal to the original."""
-    return _plain(dataclasses.asdict(config))
+    return _plain(config)
 
 
 def to_yaml(config: Any) -> str:
@@ -276,6 +277,8 @@ def _remove(cfg: DictConfig, key: str) -> None:
 
 
 def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {key_of(field.name): _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -31,8 +31,9 @@ class RunOptions:
     """auto: continue if the run exists; never: refuse if it exists; must: refuse if it does not."""
     allow_config_change: bool = False
     """Resume although the model or data configuration differs from the one the run was started with."""
-    init_from: str | None = None
-    """Folder of weights in the Hugging Face layout to start from, in place of a fresh initialisation."""
+    from_: str | None = None
+    """Run folder (its newest checkpoint) or folder of weights in the Hugging Face layout to start from; null
+    means a fresh initialisation."""
 
 
 @config

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
+from nemotron_ultra.config.base import key_of
 from nemotron_ultra.config.run import RunConfig
 
 MISSING = dataclasses.MISSING
 _CONSTRAINTS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
-_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Any: "anything"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +55,13 @@ def groups() -> list[str]:
 
 
 def hints(cls: type) -> dict[str, Any]:
-    """Field name -> annotation with its constraints."""
-    return typing.get_type_hints(cls, include_extras=True)
+    """Key -> annotation with its constraints."""
+    return {key_of(name): hint for name, hint in typing.get_type_hints(cls, include_extras=True).items()}
+
+
+def keys_of(cls: type) -> list[str]:
+    """The keys of one configuration type."""
+    return [key_of(field.name) for field in dataclasses.fields(cls)]
 
 
 def strip(annotation: Any) -> Any:
@@ -117,11 +123,11 @@ def _limits(extras: tuple[Any, ...]) -> str:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """Field name -> the string that stands under it in the class body."""
+    """Key -> the string that stands under its field in the class body."""
     tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
     body = next(n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls.__name__)
     return {
-        field.target.id: " ".join(text.value.value.split())
+        key_of(field.target.id): " ".join(text.value.value.split())
         for field, text in pairwise(body)
         if isinstance(field, ast.AnnAssign)
         and isinstance(text, ast.Expr)
@@ -133,11 +139,10 @@ def all_keys(cls: type = RunConfig, prefix: str = "") -> Iterator[Key]:
     """Every key below `cls`, parents before children."""
     texts, annotations = field_texts(cls), hints(cls)
     for field in dataclasses.fields(cls):
-        annotation = annotations[field.name]
-        nested, path = _nested(annotation, prefix + field.name)
-        yield Key(
-            prefix + field.name, type_text(annotation), _default(field), texts.get(field.name, ""), nested
-        )
+        name = key_of(field.name)
+        annotation = annotations[name]
+        nested, path = _nested(annotation, prefix + name)
+        yield Key(prefix + name, type_text(annotation), _default(field), texts.get(name, ""), nested)
         if nested is not None:
             yield from all_keys(nested, path + ".")
 

@@ -48,7 +48,7 @@ FIXED = (
     "schedule.initial_lr:",
     "schedule.min_lr:",
     "run.seed:",
-    "run.init_from:",
+    "run.from:",
     "trainer.global_batch_size:",
     "trainer.mtp_loss_scale:",
     "trainer.router_balance_coefficient:",
