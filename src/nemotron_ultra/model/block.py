@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.model.attention import Attention
+from nemotron_ultra.model.cache import Cache, State
 from nemotron_ultra.model.latent_moe import LatentMoE
 from nemotron_ultra.model.mamba2 import Mamba2Mixer
 from nemotron_ultra.model.mlp import MLP
@@ -14,6 +15,7 @@ from nemotron_ultra.model.router import Routing
 from nemotron_ultra.ops.segments import Segments
 
 MIXERS = {"M": Mamba2Mixer, "E": LatentMoE, "*": Attention, "-": MLP}
+WITH_MEMORY = "M*"
 
 
 class Block(nn.Module):
@@ -34,3 +36,18 @@ class Block(nn.Module):
         else:
             y_TD = self.mixer(self.norm(x_TD), segments)
         return x_TD + y_TD, routing
+
+    def prefill(self, x_TD: Tensor, segments: Segments, capacity: int) -> tuple[Tensor, State | None]:
+        """`forward`, and what the layer remembers of each document."""
+        if self.letter not in WITH_MEMORY:
+            return self(x_TD, segments)[0], None
+        y_TD, state = self.mixer.prefill(self.norm(x_TD), segments, capacity)
+        return x_TD + y_TD, state
+
+    def step(self, x_BD: Tensor, state: State | None, cache: Cache) -> Tensor:
+        """The next token of every live row of the cache, [B, D] -> [B, D]."""
+        u_BD = self.norm(x_BD)
+        if state is not None:
+            return self.mixer.step(u_BD, state, cache).add_(x_BD)
+        y_BD = self.mixer(u_BD, None)
+        return x_BD + (y_BD[0] if self.letter == "E" else y_BD)

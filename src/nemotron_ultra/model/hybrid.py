@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.model.block import Block
+from nemotron_ultra.model.cache import Cache
 from nemotron_ultra.model.init import init_weights
 from nemotron_ultra.model.latent_moe import LatentMoE
 from nemotron_ultra.model.linear import Linear
@@ -178,6 +179,30 @@ class HybridLM(nn.Module):
         logits_BSV = logits_TV.new_zeros(*input_ids_BS.shape, logits_TV.shape[-1])
         logits_BSV[real_BS] = logits_TV
         return logits_BSV
+
+    @torch.no_grad()
+    def prefill(self, tokens_T: Tensor, cu_seqlens: Tensor | None, capacity: int) -> tuple[Tensor, Cache]:
+        """Packed prompts -> (hidden [prompts, D] of each one's last token, a cache with one row a prompt).
+
+        `capacity`: the most tokens, prompt included, that a row will hold. A longer prompt is a DataError.
+        """
+        segments = Segments(tokens_T.shape[0], cu_seqlens, tokens_T.device)
+        cache = Cache.of_prompts(segments, capacity)
+        (x_TD,) = self._embed(tokens_T, 0, segments)
+        for layer in self.backbone.layers:
+            x_TD, state = layer.prefill(x_TD, segments, capacity)
+            cache.layers.append(state)
+        return self.backbone.norm_f(x_TD[cache.length_B.cumsum(0) - 1]), cache
+
+    @torch.no_grad()
+    def step(self, tokens_B: Tensor, cache: Cache) -> Tensor:
+        """One more token of every live row of the cache -> hidden [B, D] after the final norm."""
+        x_BD = F.embedding(tokens_B, self.backbone.embeddings.weight).to(self.compute_dtype)
+        cache.open_step()
+        for layer, state in zip(self.backbone.layers, cache.layers, strict=True):
+            x_BD = layer.step(x_BD, state, cache)
+        cache.close_step()
+        return self.backbone.norm_f(x_BD)
 
     def _embed(self, tokens_T: Tensor, depths: int, segments: Segments) -> tuple[Tensor, ...]:
         """Embeddings of the tokens and of those 1..depths ahead: one lookup, so one gradient of the table."""

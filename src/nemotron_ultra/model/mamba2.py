@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nemotron_ultra.config.model import ModelConfig
+from nemotron_ultra.model.cache import Cache, MambaState
 from nemotron_ultra.model.linear import Linear
+from nemotron_ultra.ops.conv import causal_conv_silu_window
 from nemotron_ultra.ops.linear import linear
 from nemotron_ultra.ops.mamba_interior import InteriorSizes, mamba_interior
+from nemotron_ultra.ops.norm import gated_rms_norm
 from nemotron_ultra.ops.segments import Segments
+from nemotron_ultra.ops.ssd import ssd_scan
+from nemotron_ultra.ops.step import conv_step, ssd_step
 
 
 class Projection(Linear):
@@ -66,3 +72,63 @@ class Mamba2Mixer(nn.Module):
             self.sizes,
         )
         return self.out_proj(y_TD.to(x_TD.dtype))
+
+    def prefill(self, x_TD: Tensor, segments: Segments, capacity: int) -> tuple[Tensor, MambaState]:
+        """`forward` by separate functions, and the state after each document, whatever the capacity."""
+        z_TD, xbc_TC, dt_TH = self._columns(x_TD)
+        weight_CK, bias_C = self._conv_weights(xbc_TC.dtype)
+        xbc_TC, window = causal_conv_silu_window(xbc_TC, weight_CK, bias_C, segments)
+        x, B, C = self._scan_inputs(xbc_TC)
+        A_H, D_H, dt_bias_H = self._head_weights(z_TD.dtype)
+        y, ssm_BHPN = ssd_scan(
+            x[None],
+            dt_TH[None],
+            A_H,
+            B[None],
+            C[None],
+            D_H,
+            dt_bias_H,
+            self.sizes.dt_limit,
+            cu_seqlens=segments.cu_seqlens,
+            chunk_size=self.sizes.chunk,
+        )
+        state = MambaState(ssm_BHPN, [tap.contiguous() for tap in window.unbind(-1)])
+        return self._out(y[0], z_TD, x_TD.dtype), state
+
+    def step(self, x_BD: Tensor, state: MambaState, cache: Cache) -> Tensor:
+        """The next token of every row, [B, D] -> [B, D]; `state` moves on by it."""
+        z_BD, xbc_BC, dt_BH = self._columns(x_BD)
+        weight_CK, bias_C = self._conv_weights(xbc_BC.dtype)
+        x, B, C = self._scan_inputs(conv_step(xbc_BC, state.window, weight_CK.T.contiguous(), bias_C))
+        A_H, D_H, dt_bias_H = self._head_weights(z_BD.dtype)
+        dt_BH = F.softplus(dt_BH + dt_bias_H).clamp_(*self.sizes.dt_limit)
+        y_BHP = ssd_step(x, dt_BH, A_H, B, C, D_H, state.ssm_BHPN[: cache.size])
+        return self._out(y_BHP, z_BD, x_BD.dtype)
+
+    def _columns(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        """z | x, B, C together | dt, in float32 or float64."""
+        zxbcdt_TW = self.in_proj(x_TD)
+        zxbcdt_TW = zxbcdt_TW.to(torch.promote_types(zxbcdt_TW.dtype, torch.float32))
+        return zxbcdt_TW.split([self.sizes.inner, self.sizes.channels, self.sizes.heads], -1)
+
+    def _scan_inputs(self, xbc_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> x [T, H, P], B and C [T, G, N]."""
+        s = self.sizes
+        x, B, C = xbc_TC.split([s.inner, s.groups * s.state, s.groups * s.state], -1)
+        return (
+            x.unflatten(-1, (s.heads, s.head_dim)),
+            B.unflatten(-1, (s.groups, s.state)),
+            C.unflatten(-1, (s.groups, s.state)),
+        )
+
+    def _conv_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        bias = None if self.conv1d.bias is None else self.conv1d.bias.to(dtype)
+        return self.conv1d.weight.squeeze(1).to(dtype), bias
+
+    def _head_weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """A (negative), D and the bias of dt."""
+        return -torch.exp(self.A_log.to(dtype)), self.D.to(dtype), self.dt_bias.to(dtype)
+
+    def _out(self, y_THP: Tensor, z_TD: Tensor, dtype: torch.dtype) -> Tensor:
+        y_TD = gated_rms_norm(y_THP.flatten(1), z_TD, self.norm.weight, self.sizes.eps, self.sizes.groups)
+        return self.out_proj(y_TD.to(dtype))
