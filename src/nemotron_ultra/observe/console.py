@@ -80,6 +80,11 @@ class Console:
         )
         if others:
             fields.append("mtp " + "/".join(fixed(row[key], 2) for key in others))
+        fields += [
+            f"{key.removeprefix('val/').removesuffix('/score') or 'score'} {fixed(row[key])}"
+            for key in row
+            if key.startswith("val/") and key.endswith("score")
+        ]
         self._print(f"{self._place(int(row['step']))}  {self._paint('valid', 'green')} {'  '.join(fields)}")
 
     def note(self, text: str) -> None:
@@ -120,6 +125,10 @@ class Console:
             fields.append("mtp " + "/".join(fixed(loss, 2) for loss in depths))
         elif depths:
             fields.append("mtp " + fixed(sum(depths) / len(depths), 2))
+        if "reward/mean" in row:
+            fields.append(f"reward {fixed(row['reward/mean'])}")
+        if "teacher/gap" in row:
+            fields.append(f"gap {fixed(row['teacher/gap'])}")
         if "grad_norm" in row:
             fields.append(f"grad {fixed(row['grad_norm'], 2)}")
         if "lr" in row:

@@ -133,6 +133,50 @@ class Validation(Hook):
             metrics["val/bits_per_byte"] = found["loss"] * self.labels / (math.log(2) * self.bytes)
 
 
+class Measure(Hook):
+    """Adds what `measure()` gives: every step, or only where `when(step)`."""
+
+    def __init__(self, measure: Callable[[], Metrics], when: Every | None = None):
+        self.measure, self.when = measure, when
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        if self.when is None or self.when(step):
+            metrics |= self.measure()
+
+
+class Publish(Hook):
+    """Hands the new weights to whoever draws tokens, before anything else looks at the step."""
+
+    def __init__(self, publish: Callable[[int], None], close: Callable[[], None] | None = None):
+        self.publish, self.close = publish, close
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        begin = time.perf_counter()
+        self.publish(step)
+        metrics["seconds/publish"] = time.perf_counter() - begin
+
+    def finish(self) -> None:
+        if self.close is not None:
+            self.close()
+
+
+class Rows(Hook):
+    """Appends the rows that `rows()` gives to a file of lines, each with its step."""
+
+    def __init__(
+        self, engine: TorchEngine, log: MetricsLog, rows: Callable[[], list[dict[str, Any]]], when: Every
+    ):
+        self.engine, self.log, self.rows, self.when = engine, log, rows, when
+
+    def start(self) -> None:
+        self.log.truncate_after(self.engine.step)
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        if self.when(step):
+            for row in self.rows():
+                self.log.append({"step": step} | row)
+
+
 class Log(Hook):
     """metrics.jsonl, the step line and the sinks. Rows after the step to go on from are dropped at start."""
 

@@ -24,7 +24,7 @@ from nemotron_ultra.trainers.command import in_run_folder
 from nemotron_ultra.trainers.loop import fit
 from nemotron_ultra.trainers.panel import describe
 from nemotron_ultra.trainers.run_folder import RunFolder
-from nemotron_ultra.trainers.wiring import standard_hooks
+from nemotron_ultra.trainers.wiring import standard_hooks, text_samples
 
 
 def run(config: RunConfig) -> int:
@@ -69,6 +69,6 @@ def pretrain(config: RunConfig, folder: RunFolder, console: Console) -> None:
         validation=stream.validation_batches(config.trainer.validate_rows),
     )
     describe(run)
-    hooks = standard_hooks(run)
+    hooks = standard_hooks(run, record=text_samples(run))
     resume_run(run, hooks)
     fit(engine, stream, objective, steps=config.trainer.steps, hooks=hooks)

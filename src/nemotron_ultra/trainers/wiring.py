@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from nemotron_ultra.config.compose import to_dict
@@ -24,35 +26,49 @@ from nemotron_ultra.trainers.hooks import (
 from nemotron_ultra.trainers.text import TextSampler
 
 
-def standard_hooks(run: Run) -> list[Hook]:
-    """Measure, validate, log, sample, save, heed signals, and start the clock again."""
-    trainer, console, path = run.config.trainer, run.console, run.folder.path
+def standard_hooks(run: Run, *, measure: Sequence[Hook] = (), record: Sequence[Hook] = ()) -> list[Hook]:
+    """Measure, validate, log, record, save, heed signals, and start the clock again.
+
+    The hooks of `measure` add to what is logged; those of `record` come after the log and before the
+    checkpoint.
+    """
+    trainer, path = run.config.trainer, run.folder.path
     training_flops = 3.0 * flops_per_token(run.config.model, run.config.data.sequence_length)
     limit = matmul_flops(torch.get_num_threads(), run.engine.device.type)
     clock = Clock(run.engine, training_flops, limit)
-    hooks: list[Hook] = [
-        clock,
-        Stability(run.engine),
+    log = Log(
+        run.engine,
+        MetricsLog(path / "metrics.jsonl"),
+        run.console,
+        open_sinks(run.config.log, path, to_dict(run.config), report=run.console.note),
+    )
+    hooks: list[Hook] = [clock, *measure, Stability(run.engine), *_validation(run), log, *record]
+    checkpoint = Checkpoint(lambda: save_run(run, hooks), Every(trainer.checkpoint_every, trainer.steps))
+    return [*hooks, checkpoint, Signals(checkpoint), clock.restart]
+
+
+def text_samples(run: Run) -> list[Hook]:
+    """Text written after the beginning of a validation document, as trainer.sample_tokens asks."""
+    trainer = run.config.trainer
+    if not trainer.sample_tokens:
+        return []
+    write_text = TextSampler(
+        run.engine.model, run.tokenizer, run.validation[0], max_new_tokens=trainer.sample_tokens
+    )
+    samples = MetricsLog(run.folder.path / "samples.jsonl")
+    return [Samples(run.engine, samples, run.console, write_text, Every(trainer.sample_every, trainer.steps))]
+
+
+def _validation(run: Run) -> list[Hook]:
+    if not run.validation:
+        return []
+    trainer = run.config.trainer
+    return [
         Validation(
             run.engine,
             run.objective,
             run.validation,
             run.tokenizer.byte_lengths(),
             Every(trainer.validate_every, trainer.steps),
-        ),
-        Log(
-            run.engine,
-            MetricsLog(path / "metrics.jsonl"),
-            console,
-            open_sinks(run.config.log, path, to_dict(run.config), report=console.note),
-        ),
-    ]
-    if trainer.sample_tokens:
-        write_text = TextSampler(
-            run.engine.model, run.tokenizer, run.validation[0], max_new_tokens=trainer.sample_tokens
         )
-        samples = MetricsLog(path / "samples.jsonl")
-        when = Every(trainer.sample_every, trainer.steps)
-        hooks.append(Samples(run.engine, samples, console, write_text, when))
-    checkpoint = Checkpoint(lambda: save_run(run, hooks), Every(trainer.checkpoint_every, trainer.steps))
-    return [*hooks, checkpoint, Signals(checkpoint), clock.restart]
+    ]
