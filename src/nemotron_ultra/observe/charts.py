@@ -175,10 +175,15 @@ def _layer_label(run: RunData, name: str) -> str:
 
 
 def _card(chart: Chart, runs: Sequence[RunData]) -> str:
+    return card(chart, legend=len(chart.lines) > 1 or len(runs) > 1)
+
+
+def card(chart: Chart, *, legend: bool = True) -> str:
+    """A chart under its title with its legend, or "" if nothing of it can be drawn."""
     picture = svg.draw(chart)
     note = f'<span class="faint">{html.escape(chart.note)}</span>' if chart.note else ""
-    legend = _legend(chart) if len(chart.lines) > 1 or len(runs) > 1 else ""
-    return _section(chart.title, note + legend, picture) if picture else ""
+    shown = _legend(chart) if legend else ""
+    return _section(chart.title, note + shown, picture) if picture else ""
 
 
 def _section(title: str, beside: str, picture: str) -> str:

@@ -44,7 +44,11 @@ def write_report(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
     out = Path(out)
     runs = [load_run(folder) for folder in run_dirs]
     check_page(out)
-    page = render(runs)
+    return save_page(render(runs), out)
+
+
+def save_page(page: str, out: Path) -> Path:
+    """Write a page, whole or not at all. Errors: DataError for a disk that cannot be written."""
     fresh = out.with_name(f".{out.name}.tmp")
     try:
         fresh.write_text(page, encoding="utf-8")
@@ -90,12 +94,17 @@ def render(runs: Sequence[RunData]) -> str:
         body.append(_details(run, number, len(runs) > 1))
     more = charts.other_metrics(runs)
     if more:
-        body.append(_fold("More metrics", more))
+        body.append(fold("More metrics", more))
+    return document(title, "".join(body))
+
+
+def document(title: str, body: str) -> str:
+    """A whole page: `body` is HTML, `title` text."""
     script = SCRIPT % {"left": svg.LEFT, "right": svg.RIGHT, "top": svg.TOP, "bottom": svg.BOTTOM}
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'{_MARK}<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{CSS}</style></head><body><main>{''.join(body)}"
+        f"<title>{html.escape(title)}</title><style>{CSS}</style></head><body><main>{body}"
         f"<footer>nemotron_ultra report, written {time.strftime('%Y-%m-%d %H:%M')}</footer></main>"
         f"<script>{script}</script></body></html>\n"
     )
@@ -222,7 +231,7 @@ def _samples(run: RunData, number: int, several: bool) -> str:
     shown, rest = newest[:_SHOWN_SAMPLES], newest[_SHOWN_SAMPLES:]
     content = "".join(map(_sample, shown))
     if rest:
-        content += _fold(f"{len(rest)} earlier samples", "".join(map(_sample, rest)))
+        content += fold(f"{len(rest)} earlier samples", "".join(map(_sample, rest)))
     title = _run_title("Text samples", run, number, several)
     return f'<h2>{title}</h2><section class="card">{content}</section>'
 
@@ -239,22 +248,23 @@ def _details(run: RunData, number: int, several: bool) -> str:
     blocks = []
     count = run.facts.get("parameters")
     if isinstance(count, dict):
-        blocks.append(_fold("Parameters by block", tables.parameters(count), opened=not several))
+        blocks.append(fold("Parameters by block", tables.parameters(count), opened=not several))
     for key, title in _TABLES.items():
         if run.facts.get(key):
             opened = not several and key in ("precision", "backends", "ops") and len(run.facts[key]) <= 10
-            blocks.append(_fold(title, tables.facts(run.facts[key]), opened=opened))
+            blocks.append(fold(title, tables.facts(run.facts[key]), opened=opened))
     rest = {k: v for k, v in run.facts.items() if k not in _TABLES and k != "parameters"}
     if rest:
-        blocks.append(_fold("Other facts", tables.facts(rest)))
+        blocks.append(fold("Other facts", tables.facts(rest)))
     if run.config:
         shown = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True, width=110)
-        blocks.append(_fold("Configuration", f"<pre>{html.escape(shown)}</pre>"))
+        blocks.append(fold("Configuration", f"<pre>{html.escape(shown)}</pre>"))
     title = _run_title("Model, machine, configuration", run, number, several)
     return f"<h2>{title}</h2>{''.join(blocks)}" if blocks else ""
 
 
-def _fold(title: str, content: str, opened: bool = False) -> str:
+def fold(title: str, content: str, opened: bool = False) -> str:
+    """A block under a heading that opens it; `content` is HTML, `title` text."""
     head = f"<summary>{html.escape(title)}</summary>"
     return f"<details{' open' if opened else ''}>{head}<div>{content}</div></details>"
 
