@@ -1,0 +1,293 @@
+"""One self-contained page of a chain of runs: scores by domain after every stage, recovery, curves, samples.
+
+Everything comes from files: DIR/scores.json says which stages there are and what they scored, each stage's
+folder has its curves, facts and samples. Works while the chain runs; what is not there yet is left out.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from nemotron_ultra.errors import ConfigError, DataError
+from nemotron_ultra.observe import tables
+from nemotron_ultra.observe.charts import card
+from nemotron_ultra.observe.html import check_page, document, fold, save_page
+from nemotron_ultra.observe.numbers import compact, duration, fixed
+from nemotron_ultra.observe.run_data import RunData, load_run
+from nemotron_ultra.observe.svg import Chart, Line
+
+_SAMPLES = 2  # of each domain and stage on the open page; the others are folded away
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageView:
+    """One stage: its entry of the chain's scores.json, and its run if it has begun."""
+
+    entry: Mapping[str, Any]
+    run: RunData | None
+
+    @property
+    def name(self) -> str:
+        return str(self.entry["name"])
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        return self.entry.get("scores") or {}
+
+
+def write_chain_page(folder: str | Path, summary: Mapping[str, Any]) -> Path:
+    """Write FOLDER/report.html from `summary`, the content of the chain's scores.json.
+
+    Errors: ConfigError if report.html is no page of ours, DataError for a disk that cannot be written.
+    """
+    folder = Path(folder)
+    out = folder / "report.html"
+    check_page(out)
+    stages = [StageView(entry=entry, run=_run(folder / entry["name"])) for entry in summary["stages"]]
+    return save_page(render_chain(summary, stages), out)
+
+
+def render_chain(summary: Mapping[str, Any], stages: Sequence[StageView]) -> str:
+    """The page as text."""
+    body = [_header(summary, stages), _figures(summary), _scores(summary, stages), _curves(summary, stages)]
+    body += [_samples(stages), _costs(stages)]
+    return document(f"chain {summary['chain']}", "".join(body))
+
+
+def score_rows(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of the table: a row a stage, a column a domain, in percent; recovery in the last row.
+
+    A teacher's own domain is marked with *.
+    """
+    domains = list(summary["domains"])
+    rows = []
+    for entry in summary["stages"]:
+        scores = entry.get("scores")
+        if scores is None:
+            continue
+        cells = [percent(scores.get(d)) + ("*" if d == entry.get("domain") else " ") for d in domains]
+        rows.append([entry["name"], *cells, percent(entry.get("mean")) + " "])
+    recovery = summary.get("recovery")
+    if recovery:
+        cells = [percent(recovery["domains"].get(domain), 0) + " " for domain in domains]
+        rows.append(["recovery", *cells, percent(recovery["mean"], 0) + " "])
+    return ["score in %", *domains, "mean"], rows
+
+
+def score_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The table of `score_rows` for a screen."""
+    heads, rows = score_rows(summary)
+    heads = [heads[0], *(head + " " for head in heads[1:])]
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    return [
+        "  ".join(
+            cell.ljust(width) if not i else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in [heads, *rows]
+    ]
+
+
+def percent(value: object, digits: int = 1) -> str:
+    """0.4372 as 43.7; - where there is no number."""
+    return f"{100 * value:.{digits}f}" if isinstance(value, int | float) and value == value else "-"
+
+
+def _run(folder: Path) -> RunData | None:
+    try:
+        return load_run(folder)
+    except (ConfigError, DataError):  # not begun yet
+        return None
+
+
+def _header(summary: Mapping[str, Any], stages: Sequence[StageView]) -> str:
+    done = sum(bool(stage.entry.get("finished")) for stage in stages)
+    state = "finished" if done == len(stages) else f"{done} of {len(stages)} stages"
+    way = " → ".join(stage.name for stage in stages)
+    return (
+        f'<header><h1>chain {html.escape(str(summary["chain"]))}<span class="pill">{state}</span></h1>'
+        f'<p class="sub">{html.escape(way)} · seed {tables.text(summary.get("seed"))}</p></header>'
+    )
+
+
+def _figures(summary: Mapping[str, Any]) -> str:
+    recovery = summary.get("recovery")
+    if not recovery:
+        return ""
+    found = [(percent(recovery["mean"], 0) + " %", "gap recovered", "mean of the domains")]
+    for domain, rate in recovery["domains"].items():
+        way = " → ".join(percent(recovery[who].get(domain)) for who in ("student", "mopd"))
+        remark = f"{way}, teacher {percent(recovery['teacher'].get(domain))}"
+        found.append((percent(rate, 0) + (" %" if rate is not None else ""), f"{domain} recovered", remark))
+    cells = "".join(
+        f'<div class="figure"><b>{html.escape(figure)}</b><span>{html.escape(what)}</span>'
+        f'<span class="faint">{html.escape(remark)}</span></div>'
+        for figure, what, remark in found
+    )
+    return f'<div class="figures">{cells}</div>'
+
+
+def _scores(summary: Mapping[str, Any], stages: Sequence[StageView]) -> str:
+    """Scores as numbers with bars; what was asked and how recovery is computed stand below."""
+    if not any(stage.scores for stage in stages):
+        return ""
+    heads = "".join(f'<th class="n">{tables.text(d)}</th><th></th>' for d in [*summary["domains"], "mean"])
+    body = ""
+    for stage in (stage for stage in stages if stage.scores):
+        cells = "".join(
+            _bar(stage.scores.get(d), own=d == stage.entry.get("domain")) for d in summary["domains"]
+        )
+        name = html.escape(stage.name)
+        body += f'<tr><td class="key"><a href="{name}/report.html">{name}</a></td>{cells}'
+        body += f"{_bar(stage.entry.get('mean'))}</tr>"
+    recovery = summary.get("recovery")
+    if recovery:
+        rates = [*(recovery["domains"].get(d) for d in summary["domains"]), recovery["mean"]]
+        cells = "".join(f'<td class="n"><b>{percent(rate, 0)}</b></td><td></td>' for rate in rates)
+        body += f'<tr><td class="key"><b>recovery</b></td>{cells}</tr>'
+    settings = next(stage.entry.get("settings") or {} for stage in stages if stage.scores)
+    note = (
+        f"Percent of full marks on {settings.get('problems', '?')} held-out problems a domain, one answer "
+        f"each of at most {settings.get('max_new_tokens', '?')} tokens, temperature "
+        f"{settings.get('temperature', '?')}. * a teacher on its own domain. "
+        "Recovery is (MOPD - student) / (teacher - student), where the teacher is ahead."
+    )
+    return (
+        f'<h2>Scores after every stage</h2><section class="card"><div class="scroll"><table><thead><tr>'
+        f"<th>stage</th>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<p class="faint">{html.escape(note)}</p></section>'
+    )
+
+
+def _bar(score: object, own: bool = False) -> str:
+    shown = percent(score)
+    if shown == "-":
+        return '<td class="n">-</td><td></td>'
+    bar = f'<span class="share" style="width:{max(0.0, min(1.0, score)) * 90:.0f}px"></span>'
+    return f'<td class="n">{f"<b>{shown}*</b>" if own else shown}</td><td>{bar}</td>'
+
+
+def _curves(summary: Mapping[str, Any], stages: Sequence[StageView]) -> str:
+    """Loss of the stages that learn from text, reward and scores of those that draw it, gaps to teachers."""
+    runs = [stage.run for stage in stages if stage.run is not None]
+    drawn = [run for run in runs if _is_rl(run)]
+    read = [run for run in runs if not _is_rl(run)]
+    loss = [line for number, run in enumerate(read) for line in _loss_lines(run, number)]
+    cards = [card(Chart("Loss", loss))]
+    reward = [_line(run, "reward/mean", n, run.name) for n, run in enumerate(drawn)]
+    cards.append(card(Chart("Mean reward of the rollouts", [line for line in reward if line])))
+    for domain in summary["domains"]:
+        keys = [(run, n, key) for n, run in enumerate(drawn) for key in run.curves if _scores_of(domain, key)]
+        lines = [_line(run, key, n, run.name, dots=True) for run, n, key in keys]
+        cards.append(card(Chart(f"Held-out score: {domain}", [line for line in lines if line])))
+    for run in drawn:
+        gaps = [key for key in run.curves if "gap" in key]
+        lines = [_line(run, key, n, key) for n, key in enumerate(gaps)]
+        cards.append(card(Chart(f"{run.name}: teacher against student", [line for line in lines if line])))
+    return f'<h2>Curves</h2><div class="grid">{"".join(cards)}</div>' if any(cards) else ""
+
+
+def _is_rl(run: RunData) -> bool:
+    return any(key.startswith("reward/") for key in run.curves)
+
+
+def _scores_of(domain: str, key: str) -> bool:
+    return key.startswith("val/") and key.rpartition("/")[2] == domain
+
+
+def _loss_lines(run: RunData, number: int) -> Iterator[Line]:
+    found = [_line(run, "loss", number, run.name)]
+    found.append(_line(run, "val/loss", number, f"{run.name}, validation", dots=True))
+    return (line for line in found if line)
+
+
+def _line(run: RunData, key: str, colour: int, label: str, dots: bool = False) -> Line | None:
+    return Line(label, *run.curves[key], colour, dots=dots) if key in run.curves else None
+
+
+def _samples(stages: Sequence[StageView]) -> str:
+    blocks = []
+    for stage in stages:
+        rows = list(reversed(stage.run.samples)) if stage.run else []
+        if not rows:
+            continue
+        shown, rest = _newest_of_each(rows)
+        content = "".join(map(_sample, shown))
+        if rest:
+            content += fold(f"{len(rest)} more", "".join(map(_sample, rest[:50])))
+        blocks.append(fold(f"{stage.name}: {len(rows)} samples", content, opened=stage is stages[-1]))
+    return f"<h2>Samples</h2>{''.join(blocks)}" if blocks else ""
+
+
+def _newest_of_each(rows: Sequence[Mapping[str, Any]]) -> tuple[list, list]:
+    """The first rows of every domain, and the others."""
+    shown, rest, seen = [], [], {}
+    for row in rows:
+        domain = row.get("domain", "")
+        seen[domain] = seen.get(domain, 0) + 1
+        (shown if seen[domain] <= _SAMPLES else rest).append(row)
+    return shown, rest
+
+
+def _sample(row: Mapping[str, Any]) -> str:
+    facts = [f"step {tables.text(row.get('step', ''))}"]
+    facts += [tables.text(row["domain"])] if "domain" in row else []
+    facts += [f"reward {fixed(row['reward'])}"] if "reward" in row else []
+    facts += ["cut at the limit"] if row.get("finish_reason") == "length" else []
+    prompt, text = (html.escape(str(row.get(key, ""))) for key in ("prompt", "text"))
+    return (
+        f'<div class="sample"><p class="faint">{" · ".join(facts)}</p>'
+        f'<pre><span class="prompt">{prompt}</span>{text}</pre></div>'
+    )
+
+
+def _costs(stages: Sequence[StageView]) -> str:
+    """Steps, tokens and time of each stage, and their sum."""
+    rows, totals = [], [0.0, 0.0, 0.0, 0.0]
+    for stage in stages:
+        if stage.run is None:
+            continue
+        cost = stage_cost(stage)
+        totals = [total + value for total, value in zip(totals, cost, strict=True)]
+        rows.append([stage.name, f"{stage.run.last_step:,}", *_cost_cells(cost), _wall(stage.run)])
+    if not rows:
+        return ""
+    rows.append(["all", "", *_cost_cells(totals), ""])
+    heads = ["stage", "steps", "tokens", "in steps", "of it rollouts", "scoring", "from start to end"]
+    note = "From start to end counts validation, checkpoints and, where a run was continued, the pauses."
+    table = tables.table(heads, rows)
+    section = f'<section class="card">{table}<p class="faint">{note}</p></section>'
+    return f"<h2>Time and tokens</h2>{section}"
+
+
+def stage_cost(stage: StageView) -> list[float]:
+    """Tokens trained on, seconds in steps, seconds of rollouts within them, seconds of scoring."""
+    assert stage.run is not None
+    curves = stage.run.curves
+    seconds = [
+        sum(value for value in curves.get(key, ([], []))[1] if value == value)
+        for key in ("seconds", "seconds/rollouts")
+    ]
+    scoring = stage.entry.get("scoring_seconds")
+    return [stage.run.last("tokens") or 0.0, *seconds, float(scoring or 0.0)]
+
+
+def _cost_cells(cost: Sequence[float]) -> list[str]:
+    return [compact(cost[0]), *(duration(seconds) if seconds else "-" for seconds in cost[1:])]
+
+
+def _wall(run: RunData) -> str:
+    """Time between the first start and the end, from run.json."""
+    created, finished = run.facts.get("created"), run.facts.get("finished")
+    try:
+        span = datetime.fromisoformat(str(finished)) - datetime.fromisoformat(str(created))
+    except ValueError:
+        return "-"
+    starts = run.facts.get("started")
+    again = len(starts) - 1 if isinstance(starts, list) else 0
+    return duration(span.total_seconds()) + (f", continued {again} times" if again > 0 else "")
