@@ -25,7 +25,7 @@ from nemotron_ultra.engine.schedule import Schedule
 from nemotron_ultra.errors import CheckpointError, NonFiniteError
 from nemotron_ultra.model.hybrid import HybridLM, ModelOutput
 from nemotron_ultra.model.router import RouterStats
-from nemotron_ultra.ops.logprob import token_logprob
+from nemotron_ultra.model.score import score
 from nemotron_ultra.ops.routing import updated_bias
 
 
@@ -110,12 +110,10 @@ class TorchEngine:
             _add(totals, self._forward(batch, objective, counts)[2])
         return objective.finish({name: float(value) for name, value in totals.items()})
 
-    @torch.no_grad()
     def logprob(self, batch: TokenBatch) -> Tensor:
-        """Log-probability of each label, [T]."""
+        """Log-probability of each label under the weights of now, [T]."""
         batch = to_device(batch, self.device)
-        output = self.model(batch.tokens_T, batch.cu_seqlens, mtp_depths=0)
-        return token_logprob(output.hidden_TD, output.head_VD, batch.labels_T)
+        return score(self.model, batch.tokens_T, batch.labels_T, batch.cu_seqlens)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of the model, as its state dict has them."""

@@ -127,8 +127,8 @@ class Console:
             fields.append("mtp " + fixed(sum(depths) / len(depths), 2))
         if "reward/mean" in row:
             fields.append(f"reward {fixed(row['reward/mean'])}")
-        if "teacher/gap" in row:
-            fields.append(f"gap {fixed(row['teacher/gap'])}")
+        if "teacher/gap_mean" in row:
+            fields.append(f"gap {fixed(row['teacher/gap_mean'])}")
         if "grad_norm" in row:
             fields.append(f"grad {fixed(row['grad_norm'], 2)}")
         if "lr" in row:

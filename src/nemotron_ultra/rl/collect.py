@@ -101,17 +101,13 @@ class Collector:
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """reward/ by domain, lengths, shares of cut and empty answers, and -mean log p of the drawn tokens."""
+    """Lengths in tokens, shares of cut and of empty answers, and the mean of -log p of the drawn tokens."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = np.array([len(rollout.tokens) for rollout in rollouts])
-    metrics = {
+    return {
         "rollout/length_mean": float(lengths.mean()),
         "rollout/length_max": float(lengths.max()),
         "rollout/truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         "rollout/empty": float(np.mean([not r.text.strip() for r in rollouts])),
         "rollout/entropy": -float(np.mean([p for r in rollouts for p in r.logprobs])),
     }
-    for domain in dict.fromkeys(group.problem.domain for group in groups):
-        rewards = [r.reward for g in groups if g.problem.domain == domain for r in g.rollouts]
-        metrics[f"reward/{domain}"] = float(np.mean(rewards))
-    return metrics

@@ -21,6 +21,7 @@ from nemotron_ultra.engine.recompute import recompute_blocks
 from nemotron_ultra.engine.schedule import Schedule
 from nemotron_ultra.engine.torch_engine import TorchEngine
 from nemotron_ultra.errors import BackendError, CheckpointError, ConfigError, NonFiniteError
+from nemotron_ultra.generation.sampler import Sampler
 from nemotron_ultra.model.hf_folder import load_model, save_model
 from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.observe.console import Console
@@ -113,6 +114,13 @@ def build_engine(config: RunConfig, model: HybridLM) -> TorchEngine:
     run_tokens = config.trainer.steps * config.trainer.global_batch_size * config.data.sequence_length
     schedule = Schedule.from_config(config.schedule, peak=config.optim.lr, run_tokens=run_tokens)
     return TorchEngine(model, config.optim, schedule, router_bias_rate=config.trainer.router_bias_rate)
+
+
+def build_generator(config: RunConfig, model: HybridLM) -> Sampler:
+    """A generator with a model of its own, of the same shape and dtype; it waits for published weights."""
+    weight = model.lm_head.weight
+    twin = HybridLM(model.config, device=weight.device, dtype=weight.dtype).requires_grad_(False).eval()
+    return Sampler(twin, max_slots=config.rollout.max_slots)
 
 
 def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemotron_ultra.config.advantage import AdvantageConfig
 from nemotron_ultra.config.tasks import TasksConfig
 from nemotron_ultra.data.batch import TokenBatch
 from nemotron_ultra.engine.base import Engine
 from nemotron_ultra.errors import DataError
+from nemotron_ultra.rl.advantage import gap_advantages
 from nemotron_ultra.rl.collect import rollout_metrics
 from nemotron_ultra.rl.replay import Replay
 from nemotron_ultra.rl.rollout import Group, Rollout
@@ -122,6 +124,33 @@ def pack(
 def anchor(batch: TokenBatch, engine: Engine) -> TokenBatch:
     """The batch with proximal log-probabilities: the learner's, before this step's update."""
     return replace(batch, proximal_logprob_T=engine.logprob(batch).float().cpu())
+
+
+def with_gap(
+    batches: Sequence[TokenBatch], teacher: Sequence[Tensor], config: AdvantageConfig
+) -> tuple[list[TokenBatch], dict[str, float]]:
+    """The anchored batches with advantage teacher - proximal (report 3.3.1, equation 2), and its metrics.
+
+    `teacher` has log p of labels_T under the document's teacher for each batch.
+    """
+    sizes = [batch.num_tokens for batch in batches]
+    names = list(dict.fromkeys(name for batch in batches for name in batch.stats["domains"]))
+    domain_T = [
+        torch.tensor([names.index(name) for name in b.stats["domains"]]).repeat_interleave(
+            b.cu_seqlens.diff()
+        )
+        for b in batches
+    ]
+    advantage_T, metrics = gap_advantages(
+        torch.cat(list(teacher)),
+        torch.cat([batch.proximal_logprob_T for batch in batches]),
+        torch.cat([batch.weight_T for batch in batches]),
+        config,
+        domain_T=torch.cat(domain_T),
+        domains=names,
+    )
+    parts = zip(batches, advantage_T.split(sizes), strict=True)
+    return [replace(batch, advantage_T=part) for batch, part in parts], metrics
 
 
 def _micro_batch(

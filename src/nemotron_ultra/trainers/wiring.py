@@ -11,13 +11,17 @@ from nemotron_ultra.config.plan import flops_per_token
 from nemotron_ultra.observe.machine import matmul_flops
 from nemotron_ultra.observe.metrics import MetricsLog
 from nemotron_ultra.observe.sinks import open_sinks
+from nemotron_ultra.rl.publish import Publisher
 from nemotron_ultra.trainers.build import Run, save_run
+from nemotron_ultra.trainers.experience import Experience
 from nemotron_ultra.trainers.hooks import (
     Checkpoint,
     Clock,
     Every,
     Hook,
     Log,
+    Measure,
+    Publish,
     Samples,
     Signals,
     Stability,
@@ -57,6 +61,16 @@ def text_samples(run: Run) -> list[Hook]:
     )
     samples = MetricsLog(run.folder.path / "samples.jsonl")
     return [Samples(run.engine, samples, run.console, write_text, Every(trainer.sample_every, trainer.steps))]
+
+
+def publish_hooks(run: Run, publisher: Publisher, stream: Experience) -> list[Hook]:
+    """New weights to the generator after every step, then what the stream says of its batch."""
+    engine = run.engine
+
+    def publish(step: int) -> None:
+        publisher.publish(engine.export_weights(), step)
+
+    return [Publish(publish, close=stream.replay.close), Measure(lambda: stream.metrics)]
 
 
 def _validation(run: Run) -> list[Hook]:

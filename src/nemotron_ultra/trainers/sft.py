@@ -1,0 +1,80 @@
+"""Supervised fine-tuning (report 3.1): next token on the assistant's answers alone, MTP at scale 0.1.
+
+loss = sum_t mask_t CE_t / N + (mtp_loss_scale / depths) sum_k CE_k / N_k,  N = trained tokens of the batch
+"""
+
+from __future__ import annotations
+
+from nemotron_ultra.config.run import RunConfig
+from nemotron_ultra.data.chat import ChatTemplate
+from nemotron_ultra.data.tokenizer import load_tokenizer
+from nemotron_ultra.generation.sampler import Sampler
+from nemotron_ultra.objectives.next_token import NextToken
+from nemotron_ultra.observe.console import Console
+from nemotron_ultra.rl.environments import make_environments
+from nemotron_ultra.rl.problems import ProblemStream
+from nemotron_ultra.trainers.build import (
+    Run,
+    build_engine,
+    build_model,
+    check_vocabulary,
+    choose_device,
+    resume_run,
+)
+from nemotron_ultra.trainers.command import in_run_folder
+from nemotron_ultra.trainers.conversations import Conversations
+from nemotron_ultra.trainers.loop import fit
+from nemotron_ultra.trainers.panel import describe
+from nemotron_ultra.trainers.run_folder import RunFolder
+from nemotron_ultra.trainers.scoring import Scoring, task_facts
+from nemotron_ultra.trainers.wiring import standard_hooks
+
+
+def run(config: RunConfig) -> int:
+    """Fine-tune as `config` says, or go on with it. Returns the exit status of the process."""
+    return in_run_folder(config, sft)
+
+
+def sft(config: RunConfig, folder: RunFolder, console: Console) -> None:
+    """From the configuration to the last step."""
+    device = choose_device(config)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    check_vocabulary(config, tokenizer)
+
+    # Data (report 3.1.1): questions with an answer that the environment gives full marks.
+    environments = make_environments(config.tasks, config.run.seed)
+    stream = Conversations(
+        ProblemStream.of(config.tasks, environments, config.run.seed, config.trainer.global_batch_size),
+        ChatTemplate(tokenizer),
+        config.tasks,
+        micro_batch_size=config.trainer.micro_batch_size,
+        longest=config.data.sequence_length,
+        facts=task_facts(config, tokenizer),
+    )
+
+    # Model and optimizer: as in pretraining, from its weights.
+    model = build_model(config, device, resuming=folder.checkpoint is not None)
+    engine = build_engine(config, model)
+
+    # Objective (report 3.1, 2.4): MTP labels and masks are shifted inside each conversation.
+    objective = NextToken(
+        config.trainer.mtp_loss_scale,
+        config.trainer.router_balance_coefficient,
+        config.model.depths,
+    )
+
+    run = Run(
+        config=config,
+        folder=folder,
+        console=console,
+        tokenizer=tokenizer,
+        stream=stream,
+        engine=engine,
+        objective=objective,
+        validation=stream.held_out(environments),
+    )
+    describe(run)
+    scoring = Scoring(run, Sampler(model), stream.chat, environments)
+    hooks = standard_hooks(run, measure=[scoring.hook()], record=[scoring.samples()])
+    resume_run(run, hooks)
+    fit(engine, stream, objective, steps=config.trainer.steps, hooks=hooks)
