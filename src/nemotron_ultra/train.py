@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from nemotron_ultra.errors import EXIT_SAVED_ON_SIGNAL, ConfigError, NemotronErr
 EXIT_INTERRUPTED = 130
 TRACEBACK = "NEMOTRON_ULTRA_TRACEBACK"
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+TRAINERS = {name: f"nemotron_ultra.trainers.{name}" for name in ("pretrain", "sft", "grpo", "mopd")}
 ACTIONS = ("help", "eject", "list", "cfg", "plan")
 
 
@@ -163,9 +165,8 @@ def _train(config: RunConfig) -> int:
     from nemotron_ultra.config.requirements import check_requirements
 
     check_requirements(config)
-    from nemotron_ultra.trainers.pretrain import run
-
-    return run(config)
+    trainer = importlib.import_module(TRAINERS[config.trainer.name])  # the first import of torch
+    return trainer.run(config)
 
 
 def _run_all(request: Request) -> int:

@@ -16,21 +16,24 @@ from nemotron_ultra.errors import ConfigError
 T = TypeVar("T")
 
 
-def checked(cls: type[T], values: Mapping[str, Any], already: Iterable[str] = ()) -> T:
+def checked(
+    cls: type[T], values: Mapping[str, Any], already: Iterable[str] = (), derived: Iterable[str] = ()
+) -> T:
     """An instance of `cls` from a plain dict.
 
     `already` holds mistakes found before (in overrides, say), so that one ConfigError lists all of them.
+    `derived` holds those of values that are computed from others: they are told only if nothing else is.
     """
     problems = list(already)
     result: T | None = None
     try:
         result = TypeAdapter(cls).validate_python(dict(values))
     except ValidationError as error:
-        told = {problem.partition(":")[0] for problem in problems}
+        told = {problem.partition(":")[0] for problem in [*problems, *derived]}
         new = [(line, line.partition(": missing;")) for line in lines_of(error, cls)]
         problems += [line for line, (key, missing, _) in new if not (missing and key in told)]
-    if problems or result is None:
-        raise mistakes(problems)
+    if problems or derived or result is None:
+        raise mistakes(problems or list(derived))
     return result
 
 

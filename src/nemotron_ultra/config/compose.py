@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemotron_ultra.config import check, schema
+from nemotron_ultra.config import check, schema, stages
 from nemotron_ultra.config.base import key_of
 from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.errors import ConfigError
@@ -151,7 +151,7 @@ def _sort_overrides(
         key = override.key_or_group
         if override.is_sweep_override():
             problems.append(f"{key}: several values in {override.input_line}; -m runs them one by one")
-        elif key not in groups or override.is_delete():
+        elif key not in groups or override.is_delete() or _is_left_out(override):
             values.append(override)
         elif (name := str(override.value())) in (known := options(key, own)):
             choices.append(f"{key}={name}")
@@ -159,6 +159,10 @@ def _sort_overrides(
             hint = check.nearest(name, known)
             problems.append(f"{key}: no option '{name}'{hint}; allowed: {', '.join(known)}")
     return choices, values
+
+
+def _is_left_out(override: Override) -> bool:
+    return override.value() is None and override.key_or_group in schema.optional_groups()
 
 
 def _compose(name: str, choices: list[str], own: Path | None) -> DictConfig:
@@ -175,11 +179,15 @@ def _compose(name: str, choices: list[str], own: Path | None) -> DictConfig:
     first = file.parent  # Hydra looks for the primary config before it reads hydra.searchpath
     others = [folder for folder in folders if folder != first]
     quoted = ",".join("'file://" + str(folder).replace("'", "\\'") + "'" for folder in others)
+    places = f"hydra.searchpath=[{quoted}]"
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(first), job_name=name, version_base="1.3"):
-            cfg = compose(name, [f"hydra.searchpath=[{quoted}]", *choices])
+            if any(choice.partition("=")[0] in schema.optional_groups() for choice in choices):
+                own_choices = compose(name, [places], return_hydra_config=True).hydra.runtime.choices
+                choices = _added_where_new(choices, own_choices)
+            cfg = compose(name, [places, *choices])
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise _explain_composition(error, name) from error
     except RecursionError as error:
@@ -189,6 +197,12 @@ def _compose(name: str, choices: list[str], own: Path | None) -> DictConfig:
     OmegaConf.set_struct(cfg, False)
     cfg.recipe = name
     return cfg
+
+
+def _added_where_new(choices: list[str], chosen: Mapping[str, Any]) -> list[str]:
+    """In Hydra's grammar +loss=dapo adds a group that the recipe does not name; the last choice counts."""
+    by_group = {choice.partition("=")[0]: choice for choice in choices}
+    return [choice if group in chosen else f"+{choice}" for group, choice in by_group.items()]
 
 
 def _explain_composition(error: Exception, name: str) -> ConfigError:
@@ -240,10 +254,8 @@ def _finish(cfg: DictConfig, problems: list[str]) -> RunConfig:
                 raise check.mistakes([*problems, f"{place}: {_one_line(error)}"]) from error
             (derived if _is_derived(error) else problems).append(f"{place}: {_one_line(error)}")
             _remove(cfg, place)
-    config = check.checked(RunConfig, {str(key): value for key, value in content.items()}, problems)
-    if derived:
-        raise check.mistakes(derived)
-    return config
+    values = {str(key): value for key, value in content.items()}
+    return check.checked(RunConfig, values, [*problems, *stages.part_problems_of(values)], derived)
 
 
 def _product(*factors: Any) -> float:

@@ -47,11 +47,11 @@ class AlternateConfig:
 @config
 class DataConfig:
     sequence_length: RowLength = 256
-    """Tokens in one packed row."""
+    """Tokens in one packed row; with tasks, the longest prompt and answer together."""
     tokenizer: str = "builtin"
     """"builtin" for the shipped byte-level BPE, or a folder or file of a Hugging Face tokenizer."""
-    phases: Annotated[list[PhaseConfig], Field(min_length=1)]
-    """Blends in order; most runs have one."""
+    phases: list[PhaseConfig]
+    """Blends in order; most runs have one, and [] is for trainers that learn from tasks."""
     alternates: list[AlternateConfig] = Field(default_factory=list)
     """Steps with another row length and blend, drawn by share; the long-context phase has one."""
     cache_dir: str | None = None
@@ -60,7 +60,7 @@ class DataConfig:
     @model_validator(mode="after")
     def _phases_in_order(self) -> DataConfig:
         ends = [phase.until_tokens for phase in self.phases]
-        if ends[-1] is not None:
+        if ends and ends[-1] is not None:
             raise ValueError(f"phases: the last phase has until_tokens {ends[-1]:g}; it must be null")
         if None in ends[:-1]:
             raise ValueError("phases: only the last phase may have until_tokens null")

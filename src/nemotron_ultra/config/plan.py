@@ -64,6 +64,8 @@ class Plan:
     activation_bytes: int
     steps: int
     tokens_per_step: int
+    task_rows: str | None
+    copies: int
     milestones: tuple[Milestone, ...]
 
     @property
@@ -89,8 +91,14 @@ class Plan:
         return 3.0 * self.flops_per_token * self.tokens
 
     @property
+    def copy_bytes(self) -> int:
+        """Weights that are only read: those that write rollouts, and the teachers'."""
+        return self.copies * self.weight_bytes
+
+    @property
     def training_bytes(self) -> int:
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+        state = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        return state + self.activation_bytes + self.copy_bytes
 
     def lines(self) -> list[str]:
         """Readable rows, one string each."""
@@ -119,6 +127,8 @@ def make_plan(run: RunConfig) -> Plan:
         ),
         steps=run.trainer.steps,
         tokens_per_step=tokens_per_step,
+        task_rows=_task_rows(run),
+        copies=(run.rollout is not None) + (len(run.teachers.folders) if run.teachers else 0),
         milestones=tuple(_milestones(run, tokens_per_step)),
     )
 
@@ -220,6 +230,19 @@ def _active(c: ModelConfig, specs: list[TensorSpec]) -> int:
     return sum(s.numel * c.num_experts_per_tok // s.experts if s.experts else s.numel for s in specs)
 
 
+def _task_rows(run: RunConfig) -> str | None:
+    """What a step is made of where rows are problems with answers, whose lengths nobody knows before."""
+    if run.tasks is None:
+        return None
+    domains = f"{len(run.tasks.trained)} of {len(run.tasks.domains)} domains"
+    if run.rollout is None:
+        return f"answers to problems of {domains}"
+    return (
+        f"{run.rollout.prompts_per_step:,} prompts x {run.rollout.group_size} of at most "
+        f"{run.rollout.max_new_tokens:,} new tokens, {domains}"
+    )
+
+
 def _milestones(run: RunConfig, tokens_per_step: int) -> Iterator[Milestone]:
     schedule, end = run.schedule, float(run.trainer.steps * tokens_per_step)
     total = schedule.total_tokens or end
@@ -267,6 +290,9 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         f"memory       weights {_bytes(plan.weight_bytes)}, gradients (fp32) {_bytes(plan.gradient_bytes)}, "
         f"optimizer {_bytes(plan.optimizer_bytes)},"
     )
+    if plan.copies:
+        copies = "1 copy" if plan.copies == 1 else f"{plan.copies} copies"
+        yield f"             {copies} of the weights for rollouts and teachers {_bytes(plan.copy_bytes)},"
     yield (
         f"             activations of a micro-batch about {_bytes(plan.activation_bytes)}; "
         f"together {_bytes(plan.training_bytes)} for one replica"
@@ -275,7 +301,10 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
 
 def _schedule_lines(plan: Plan) -> Iterator[str]:
     total = _count(plan.tokens)
-    yield f"length       {plan.steps:,} steps of {plan.tokens_per_step:,} tokens = {total} tokens"
+    most = "" if plan.task_rows is None else "at most "
+    yield f"length       {plan.steps:,} steps of {most}{plan.tokens_per_step:,} tokens = {most}{total} tokens"
+    if plan.task_rows is not None:
+        yield f"             {plan.task_rows}"
     for milestone in plan.milestones:
         tokens = _count(milestone.tokens)
         yield f"             {milestone.name:<22}{tokens:>11} tokens   step {milestone.step:,}"

@@ -102,9 +102,10 @@ def _torch_limits(config: RunConfig) -> Iterator[str]:
 
 def _smaller(config: RunConfig) -> str:
     """The nearest thing that runs on one machine."""
-    if config.cluster.gpus or config.recipe != "pretrain":
-        return "recipe=pretrain"
-    return "the defaults of recipe=pretrain (model=tiny precision=fp32)"
+    small = config.trainer.name  # the recipe of that trainer that runs anywhere has its name
+    if config.cluster.gpus or config.recipe != small:
+        return f"recipe={small}"
+    return f"the defaults of recipe={small} (model=tiny precision=fp32)"
 
 
 def _cores() -> int:

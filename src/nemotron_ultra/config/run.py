@@ -9,13 +9,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from nemotron_ultra.config.advantage import AdvantageConfig
 from nemotron_ultra.config.base import Whole, config
 from nemotron_ultra.config.data import DataConfig
+from nemotron_ultra.config.loss import PolicyGradientOptions
 from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.config.optim import OptimConfig, ScheduleConfig
 from nemotron_ultra.config.parallel import ClusterConfig, ParallelConfig
 from nemotron_ultra.config.precision import PrecisionConfig
+from nemotron_ultra.config.rollout import RolloutConfig
 from nemotron_ultra.config.runtime import EngineConfig, LogConfig
+from nemotron_ultra.config.stages import stage_problems
+from nemotron_ultra.config.tasks import TasksConfig
+from nemotron_ultra.config.teachers import TeachersConfig
 from nemotron_ultra.config.trainer import TrainerConfig
 
 
@@ -62,6 +68,16 @@ class RunConfig:
     """Nodes and devices that the recipe was written for."""
     log: LogConfig
     """Where metrics go and how often."""
+    tasks: TasksConfig | None = None
+    """Verifiable tasks by domain: what SFT, GRPO and MOPD learn."""
+    rollout: RolloutConfig | None = None
+    """What the student writes between two optimizer steps (GRPO, MOPD)."""
+    loss: PolicyGradientOptions | None = None
+    """Policy-gradient loss of GRPO and MOPD."""
+    advantage: AdvantageConfig | None = None
+    """From rewards or a teacher's log-probs to advantages (GRPO, MOPD)."""
+    teachers: TeachersConfig | None = None
+    """Which run teaches which domain (MOPD)."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -75,7 +91,7 @@ class RunConfig:
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        problems = [*_schedule_problems(self), *_layout_problems(self)]
+        problems = [*_schedule_problems(self), *_layout_problems(self), *stage_problems(self)]
         if problems:
             raise ValueError(" | ".join(problems))
         return self

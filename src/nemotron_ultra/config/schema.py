@@ -54,6 +54,11 @@ def groups() -> list[str]:
     return [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("recipe", "run")]
 
 
+def optional_groups() -> list[str]:
+    """Groups that a run may do without."""
+    return [f.name for f in dataclasses.fields(RunConfig) if f.default is None]
+
+
 def hints(cls: type) -> dict[str, Any]:
     """Key -> annotation with its constraints."""
     return {key_of(name): hint for name, hint in typing.get_type_hints(cls, include_extras=True).items()}

@@ -1,6 +1,8 @@
-"""TrainerConfig: length of the run, batch, loss scales, validation, checkpoints and samples."""
+"""TrainerConfig: which trainer, length, batch, loss scales, validation, checkpoints and samples."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import model_validator
 
@@ -9,10 +11,12 @@ from nemotron_ultra.config.base import NonNegative, NonNegativeReal, Positive, c
 
 @config
 class TrainerConfig:
+    name: Literal["pretrain", "sft", "grpo", "mopd"] = "pretrain"
+    """pretrain: next token of texts; sft: answers to tasks; grpo: rewards; mopd: teachers by domain."""
     steps: Positive
     """Optimizer steps of the whole run."""
     global_batch_size: Positive
-    """Rows (of data.sequence_length tokens) per optimizer step."""
+    """Rows (of data.sequence_length tokens) per optimizer step; in GRPO and MOPD a row is a rollout."""
     micro_batch_size: Positive
     """Rows per forward and backward; global_batch_size is a multiple of it."""
     mtp_loss_scale: NonNegativeReal = 0.1

@@ -1,0 +1,108 @@
+"""What each trainer needs of a RunConfig: the parts it uses, and what has to agree between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from nemotron_ultra.config.tasks import close_to
+
+if TYPE_CHECKING:
+    from nemotron_ultra.config.run import RunConfig
+
+PARTS = {
+    "pretrain": (),
+    "sft": ("tasks",),
+    "grpo": ("tasks", "rollout", "loss", "advantage"),
+    "mopd": ("tasks", "rollout", "loss", "advantage", "teachers"),
+}
+OPTIONAL = PARTS["mopd"]  # each a field of RunConfig that may be null
+
+
+def stage_problems(c: RunConfig) -> Iterator[str]:
+    """One line for each thing that does not fit trainer.name."""
+    given = [part for part in OPTIONAL if getattr(c, part) is not None]
+    yield from _part_problems(c.trainer.name, given)
+    yield from _data_problems(c)
+    yield from _row_problems(c)
+    yield from _advantage_problems(c)
+    yield from _teacher_problems(c)
+
+
+def part_problems_of(values: Mapping[str, Any]) -> list[str]:
+    """Parts missing from a plain dict, or there without effect; known before its values are checked."""
+    trainer = values.get("trainer")
+    name = trainer.get("name", "pretrain") if isinstance(trainer, Mapping) else None
+    given = [part for part in OPTIONAL if values.get(part) is not None]
+    return list(_part_problems(name, given)) if name in PARTS else []
+
+
+def _part_problems(trainer: str, given: list[str]) -> Iterator[str]:
+    for part in OPTIONAL:
+        needed = part in PARTS[trainer]
+        if needed and part not in given:
+            yield f"{part}: missing, trainer.name={trainer} needs it; choose an option, see --help {part}"
+        if part in given and not needed:
+            users = " or ".join(name for name, parts in PARTS.items() if part in parts)
+            yield f"{part}: has no effect with trainer.name={trainer}; leave it out, or use {users}"
+
+
+def _data_problems(c: RunConfig) -> Iterator[str]:
+    name = c.trainer.name
+    if name == "pretrain" and not c.data.phases:
+        yield "data.phases: got []; allowed: at least one with trainer.name=pretrain"
+    if name != "pretrain" and (c.data.phases or c.data.alternates):
+        yield f"data.phases: has no effect with trainer.name={name}, which learns from tasks; use data=tasks"
+
+
+def _row_problems(c: RunConfig) -> Iterator[str]:
+    if c.rollout is None:
+        return
+    rows, batch = c.rollout.rollouts_per_step, c.trainer.global_batch_size
+    if rows != batch:
+        yield (
+            f"trainer.global_batch_size: {batch} is not rollout.prompts_per_step "
+            f"{c.rollout.prompts_per_step} x group_size {c.rollout.group_size} = {rows}"
+        )
+    if c.rollout.max_new_tokens >= c.data.sequence_length:
+        yield (
+            f"rollout.max_new_tokens: {c.rollout.max_new_tokens} leaves no room for a prompt in "
+            f"data.sequence_length {c.data.sequence_length}"
+        )
+
+
+def _advantage_problems(c: RunConfig) -> Iterator[str]:
+    if c.advantage is None:
+        return
+    trainer, name = c.trainer.name, c.advantage.name
+    if trainer == "grpo" and name == "teacher_gap":
+        yield (
+            "advantage.name: teacher_gap needs teachers, which trainer.name=grpo does not have; "
+            "allowed: leave_one_out, group_mean"
+        )
+    if trainer == "mopd" and name != "teacher_gap":
+        yield f"advantage.name: got {name}; allowed with trainer.name=mopd: teacher_gap"
+    if c.rollout is None:
+        return
+    if name != "teacher_gap" and c.rollout.group_size < 2:
+        yield f"rollout.group_size: got 1; advantage.name={name} compares the rollouts of a group: 2 or more"
+    if c.advantage.overlong_buffer > c.rollout.max_new_tokens:
+        yield (
+            f"advantage.overlong_buffer: {c.advantage.overlong_buffer} is above rollout.max_new_tokens "
+            f"{c.rollout.max_new_tokens}"
+        )
+
+
+def _teacher_problems(c: RunConfig) -> Iterator[str]:
+    if c.teachers is None or c.tasks is None:
+        return
+    known, teachers = list(c.tasks.domains), list(c.teachers.folders)
+    for domain in c.teachers.domains:
+        if domain not in known:
+            yield f"teachers.domains.{domain}: no such domain in tasks{close_to(domain, known)}"
+    for domain in c.tasks.trained:
+        if c.teachers.name_for(domain) is None:
+            yield (
+                f"teachers.domains: no teacher for the domain '{domain}'; add {domain}=NAME with one of "
+                f"{', '.join(teachers)}, or strict=false with a default"
+            )
