@@ -75,7 +75,7 @@ def check_cache(cache: Cache, tensors: dict[str, torch.Tensor], prefix: str, len
         if what == "conv_state":
             actual, value = torch.stack(state.window, -1), value[..., 1:]
         elif what == "ssm_state":
-            actual = state.ssm_BHPN
+            actual = state.ssm_BGNX.transpose(2, 3).reshape(value.shape)
         else:
             actual = (state.key_BGSP if what == "key" else state.value_BGSP)[:, :, :length]
         close(actual, value, 5e-5 * value.abs().max().item())

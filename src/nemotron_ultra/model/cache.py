@@ -32,13 +32,19 @@ class KeyValues:
 
 @dataclass
 class MambaState:
-    """SSM state [slots, H, P, N]; the convolution's last K - 1 inputs, oldest first, [slots, C] each."""
+    """SSM state [slots, G, N, X] as `ssd_step` has it; the convolution's last K - 1 inputs, [slots, C]."""
 
-    ssm_BHPN: Tensor
+    ssm_BGNX: Tensor
     window: list[Tensor]
 
+    @classmethod
+    def of(cls, ssm_BHPN: Tensor, window_BCK: Tensor, groups: int) -> MambaState:
+        """From the final states and windows (oldest input first) of whole prompts."""
+        ssm_BGNX = ssm_BHPN.flatten(1, 2).unflatten(1, (groups, -1)).transpose(2, 3).contiguous()
+        return cls(ssm_BGNX, [before.contiguous() for before in window_BCK.unbind(-1)])
+
     def tensors(self) -> list[Tensor]:
-        return [self.ssm_BHPN, *self.window]
+        return [self.ssm_BGNX, *self.window]
 
     def selected(self, index_B: Tensor) -> MambaState:
         ssm, *window = (t.index_select(0, index_B) for t in self.tensors())

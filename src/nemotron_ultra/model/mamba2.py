@@ -92,8 +92,7 @@ class Mamba2Mixer(nn.Module):
             cu_seqlens=segments.cu_seqlens,
             chunk_size=self.sizes.chunk,
         )
-        state = MambaState(ssm_BHPN, [tap.contiguous() for tap in window.unbind(-1)])
-        return self._out(y[0], z_TD, x_TD.dtype), state
+        return self._out(y[0], z_TD, x_TD.dtype), MambaState.of(ssm_BHPN, window, self.sizes.groups)
 
     def step(self, x_BD: Tensor, state: MambaState, cache: Cache) -> Tensor:
         """The next token of every row, [B, D] -> [B, D]; `state` moves on by it."""
@@ -102,7 +101,7 @@ class Mamba2Mixer(nn.Module):
         x, B, C = self._scan_inputs(conv_step(xbc_BC, state.window, weight_CK.T.contiguous(), bias_C))
         A_H, D_H, dt_bias_H = self._head_weights(z_BD.dtype)
         dt_BH = F.softplus(dt_BH + dt_bias_H).clamp_(*self.sizes.dt_limit)
-        y_BHP = ssd_step(x, dt_BH, A_H, B, C, D_H, state.ssm_BHPN[: cache.size])
+        y_BHP = ssd_step(x, dt_BH, A_H, B, C, D_H, state.ssm_BGNX[: cache.size])
         return self._out(y_BHP, z_BD, x_BD.dtype)
 
     def _columns(self, x_TD: Tensor) -> tuple[Tensor, ...]:

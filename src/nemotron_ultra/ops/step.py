@@ -26,17 +26,19 @@ def conv_step(x_BC: Tensor, window: list[Tensor], taps_KC: Tensor, bias_C: Tenso
 
 
 def ssd_step(
-    x_BHP: Tensor, dt_BH: Tensor, A_H: Tensor, B_BGN: Tensor, C_BGN: Tensor, D_H: Tensor, state_BHPN: Tensor
+    x_BHP: Tensor, dt_BH: Tensor, A_H: Tensor, B_BGN: Tensor, C_BGN: Tensor, D_H: Tensor, state_BGNX: Tensor
 ) -> Tensor:
-    """S = exp(dt A) S + dt x B^T in place, y = S C + D x [B, H, P]. dt is after its clamp, A negative."""
-    batch, heads, width, columns = state_BHPN.shape
-    groups = B_BGN.shape[1]
-    state_BHPN.mul_(torch.exp(dt_BH * A_H)[..., None, None])
-    grouped = state_BHPN.view(batch * groups, heads // groups * width, columns)
-    dtx = (x_BHP * dt_BH[..., None]).view(batch * groups, -1, 1)
-    grouped.baddbmm_(dtx, B_BGN.reshape(batch * groups, 1, columns))
-    y = torch.bmm(grouped, C_BGN.reshape(batch * groups, columns, 1))
-    return y.view(batch, heads, width).addcmul_(x_BHP, D_H[:, None])
+    """S = exp(dt A) S + B (dt x)^T in place, y = C S + D x [B, H, P]. dt is after its clamp, A negative.
+
+    Heads of a group lie side by side in the state's last axis, X = H / G * P: as [H, P, N] the product with C
+    takes ten times as long.
+    """
+    batch, groups, columns, width = state_BGNX.shape
+    row = (batch, groups, 1, width)
+    decay_BHP = torch.exp(dt_BH * A_H)[..., None].expand_as(x_BHP)
+    state_BGNX.mul_(decay_BHP.reshape(row)).addcmul_(B_BGN[..., None], (x_BHP * dt_BH[..., None]).view(row))
+    y = torch.bmm(C_BGN.reshape(-1, 1, columns), state_BGNX.view(-1, columns, width))
+    return y.view(x_BHP.shape).addcmul_(x_BHP, D_H[:, None])
 
 
 def attention_step(q_BHP: Tensor, key_BGSP: Tensor, value_BGSP: Tensor, mask_BS: Tensor | None) -> Tensor:
