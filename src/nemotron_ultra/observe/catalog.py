@@ -5,24 +5,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Metric:
-    """One row of the table; `unit` is "" for a pure number."""
-
-    key: str
-    unit: str
-    meaning: str
-    healthy: str
-    otherwise: str
-
-    def matches(self, key: str) -> bool:
-        return re.fullmatch(re.escape(self.key).replace("<k>", "[^/]+"), key) is not None
-
+from nemotron_ultra.observe.catalog_rl import METRICS_RL
+from nemotron_ultra.observe.metric import Metric
 
 METRICS: tuple[Metric, ...] = (
     Metric(
@@ -194,6 +180,7 @@ METRICS: tuple[Metric, ...] = (
         "above training, as validation MaxVio is in the report (Nano 1.3 and 5, Super 2 and 6; 2.7)",
         "see balance_loss",
     ),
+    *METRICS_RL,
 )
 
 
