@@ -66,8 +66,8 @@ def make_stage(folder, reinforced, samples=()):
     for step in range(1, 4):
         row = {"step": step, "tokens": 100.0 * step, "seconds": 2.0, "loss": 3.0 / step}
         if reinforced:
-            row |= {"reward/mean": 0.1 * step, "seconds/rollouts": 1.5, "teacher/gap": -0.2}
-            row |= {"val/score/sums": 0.2 * step} if step == 3 else {}
+            row |= {"reward/mean": 0.1 * step, "seconds/rollouts": 1.5, "teacher/gap_mean": -0.2}
+            row |= {"val/sums/score": 0.2 * step} if step == 3 else {}
         log.append(row)
     log.close()
     facts = {"created": "2026-01-01T10:00:00+0000", "finished": "2026-01-01T10:01:05+0000", "started": [1, 2]}
@@ -107,7 +107,7 @@ def test_page_shows_scores_recovery_curves_samples_and_costs(folder):
     page = write_chain_page(folder, chain_summary()).read_text()
     for text in ("4 of 5 stages", "90.0*", "75 %", "Mean reward of the rollouts", "Held-out score: sums"):
         assert text in page, text
-    for text in ("teacher against student", "cut at the limit", "reward 0.500", "1:05, continued 1 times"):
+    for text in ("log p of the teacher", "cut at the limit", "reward 0.500", "1:05, continued 1 times"):
         assert text in page, text
 
 

@@ -7,7 +7,7 @@ folder has its curves, facts and samples. Works while the chain runs; what is no
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -173,37 +173,42 @@ def _bar(score: object, own: bool = False) -> str:
 
 
 def _curves(summary: Mapping[str, Any], stages: Sequence[StageView]) -> str:
-    """Loss of the stages that learn from text, reward and scores of those that draw it, gaps to teachers."""
-    runs = [stage.run for stage in stages if stage.run is not None]
-    drawn = [run for run in runs if _is_rl(run)]
-    read = [run for run in runs if not _is_rl(run)]
-    loss = [line for number, run in enumerate(read) for line in _loss_lines(run, number)]
-    cards = [card(Chart("Loss", loss))]
-    reward = [_line(run, "reward/mean", n, run.name) for n, run in enumerate(drawn)]
-    cards.append(card(Chart("Mean reward of the rollouts", [line for line in reward if line])))
+    """Loss of the stages that learn from text, reward of those that draw it, scores, gaps to teachers.
+
+    A stage has one colour in all charts but the last, where a colour is a domain.
+    """
+    runs = [(number, stage.run) for number, stage in enumerate(stages) if stage.run is not None]
+    loss = [line for n, run in runs if not _is_rl(run) for line in _loss_lines(run, n)]
+    reward = [_line(run, "reward/mean", n, run.name) for n, run in runs]
+    cards = [_card("Loss", loss), _card("Mean reward of the rollouts", reward)]
     for domain in summary["domains"]:
-        keys = [(run, n, key) for n, run in enumerate(drawn) for key in run.curves if _scores_of(domain, key)]
-        lines = [_line(run, key, n, run.name, dots=True) for run, n, key in keys]
-        cards.append(card(Chart(f"Held-out score: {domain}", [line for line in lines if line])))
-    for run in drawn:
-        gaps = [key for key in run.curves if "gap" in key]
-        lines = [_line(run, key, n, key) for n, key in enumerate(gaps)]
-        cards.append(card(Chart(f"{run.name}: teacher against student", [line for line in lines if line])))
+        key = f"val/{domain}/score"
+        cards.append(
+            _card(f"Held-out score: {domain}", [_line(run, key, n, run.name, True) for n, run in runs])
+        )
+    for _, run in runs:
+        gaps = [key for key in run.curves if key.startswith("teacher/") and key.endswith("gap_mean")]
+        lines = [_line(run, key, n, _between(key)) for n, key in enumerate(gaps)]
+        cards.append(_card(f"{run.name}: log p of the teacher - of the student", lines))
     return f'<h2>Curves</h2><div class="grid">{"".join(cards)}</div>' if any(cards) else ""
+
+
+def _card(title: str, lines: Sequence[Line | None]) -> str:
+    return card(Chart(title, [line for line in lines if line is not None]))
+
+
+def _between(key: str) -> str:
+    """teacher/DOMAIN/gap_mean -> DOMAIN, teacher/gap_mean -> all."""
+    return "/".join(key.split("/")[1:-1]) or "all"
 
 
 def _is_rl(run: RunData) -> bool:
     return any(key.startswith("reward/") for key in run.curves)
 
 
-def _scores_of(domain: str, key: str) -> bool:
-    return key.startswith("val/") and key.rpartition("/")[2] == domain
-
-
-def _loss_lines(run: RunData, number: int) -> Iterator[Line]:
-    found = [_line(run, "loss", number, run.name)]
-    found.append(_line(run, "val/loss", number, f"{run.name}, validation", dots=True))
-    return (line for line in found if line)
+def _loss_lines(run: RunData, number: int) -> list[Line | None]:
+    validation = _line(run, "val/loss", number, f"{run.name}, validation", dots=True)
+    return [_line(run, "loss", number, run.name), validation]
 
 
 def _line(run: RunData, key: str, colour: int, label: str, dots: bool = False) -> Line | None:
