@@ -25,6 +25,7 @@ LEVELS = {
     "rl": 5,
     "cluster": 5,
     "trainers": 6,
+    "pipeline": 8,  # runs the train entry point, stage after stage
 }
 ENTRY = 7
 HEAVY = {"mamba_ssm", "causal_conv1d", "transformer_engine", "vllm", "megatron", "ray"}
