@@ -12,6 +12,7 @@ import pytest
 
 from nemotron_ultra.config.check import checked
 from nemotron_ultra.config.compose import load_recipe, read_yaml, recipes, to_dict, to_yaml
+from nemotron_ultra.config.loss import PolicyGradientOptions
 from nemotron_ultra.config.plan import count_parameters
 from nemotron_ultra.config.run import RunConfig
 
@@ -130,6 +131,32 @@ def test_long_context_is_the_reports_phase():
     assert sources.pop("long-context") == 46 and sum(sources.values()) == pytest.approx(54, rel=2e-3)
     two = loaded("ultra_pretrain_phase2").data.phases[0].sources
     assert sources == pytest.approx({name: 0.54 * source.weight for name, source in two.items()})
+
+
+def test_post_training_goes_on_from_the_stage_before():
+    starts = {name: loaded(name).run.from_ for name in ("sft", "grpo", "mopd")}
+    assert starts == {"sft": "runs/pretrain", "grpo": "runs/sft", "mopd": "runs/grpo"}
+    assert load_recipe("grpo", ["run.dir=elsewhere"]).run.from_ == "elsewhere/sft"
+    models = {loaded(name).model.pattern for name in ("pretrain", *starts)}
+    assert len(models) == 1 and {loaded(name).trainer.name for name in starts} == set(starts)
+    teachers = loaded("mopd").teachers
+    assert {teachers.name_for(domain) for domain in loaded("mopd").tasks.trained} == set(teachers.folders)
+
+
+@pytest.mark.parametrize("name", ["grpo", "mopd"])
+def test_optimizer_of_the_published_configurations(name):
+    c = loaded(name)
+    assert (c.optim.betas, c.optim.eps, c.optim.weight_decay, c.optim.clip) == ((0.9, 0.999), 1e-8, 0.0, 1.0)
+    assert c.schedule.name == "constant" and c.rollout.temperature == 1.0
+    assert (c.trainer.router_balance_coefficient, c.trainer.router_bias_rate) == (0.0, 1e-3)
+
+
+def test_losses_and_advantages_of_the_recipes():
+    grpo, mopd = loaded("grpo"), loaded("mopd")
+    assert (grpo.advantage.name, grpo.advantage.std, grpo.rollout.group_size) == ("leave_one_out", False, 8)
+    assert (mopd.advantage.name, mopd.rollout.group_size) == ("teacher_gap", 1)
+    assert grpo.loss == PolicyGradientOptions.preset("grpo")
+    assert mopd.loss == PolicyGradientOptions.preset("mopd_paper") == PolicyGradientOptions()
 
 
 @pytest.mark.parametrize(

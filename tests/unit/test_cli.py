@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
@@ -12,6 +14,8 @@ from nemotron_ultra import train
 from nemotron_ultra.config import sweep
 from nemotron_ultra.config.compose import load_recipe, own_folder, read_config
 from nemotron_ultra.config.requirements import Machine, check_requirements, shortfalls, this_machine
+from nemotron_ultra.config.schema import hints
+from nemotron_ultra.config.trainer import TrainerConfig
 from nemotron_ultra.errors import BackendError, ConfigError
 
 LAPTOP = Machine(cores=2, memory_bytes=16 * 10**9, gpus=())
@@ -36,12 +40,13 @@ import sys
 from nemotron_ultra.train import main
 lines = [[], ["--help"], ["--help", "optim"], ["--list"], ["recipe=pretrain", "--cfg", "job"],
          ["recipe=pretrain", "--plan"], ["recipe=pretrain", "trainer.stpes=1"], ["recipe=nothing"],
-         ["recipe=ultra_pretrain"], ["-m", "recipe=pretrain", "trainer.steps=1,x"]]
+         ["recipe=ultra_pretrain"], ["recipe=grpo", "--plan"], ["recipe=mopd", "--cfg"], ["--help", "loss"],
+         ["recipe=sft", "tasks.only=[x]"], ["-m", "recipe=pretrain", "trainer.steps=1,x"]]
 print([main(line) for line in lines], file=sys.stderr)
-print(sorted({"torch", "transformers"} & set(sys.modules)), file=sys.stderr)
+print(sorted({"torch", "transformers", "reasoning_gym"} & set(sys.modules)), file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stderr.splitlines()[-2:] == ["[0, 0, 0, 0, 0, 0, 2, 2, 5, 2]", "[]"], done.stderr
+    assert done.stderr.splitlines()[-2:] == ["[0, 0, 0, 0, 0, 0, 2, 2, 5, 0, 0, 0, 2, 2]", "[]"], done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -153,6 +158,12 @@ def test_the_run_starts_only_when_all_is_well(cli, monkeypatch):
     assert cli("recipe=pretrain", "trainer.steps=3")[0] == 75
     assert cli("recipe=pretrain", "precision=nvfp4")[0] == 5
     assert started == [3]
+
+
+def test_each_trainer_has_its_module():
+    names = get_args(hints(TrainerConfig)["name"])
+    assert tuple(train.TRAINERS) == names
+    assert all(callable(importlib.import_module(train.TRAINERS[name]).run) for name in names)
 
 
 def test_sweep_names_each_run():

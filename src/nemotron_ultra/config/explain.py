@@ -17,6 +17,7 @@ python -m nemotron_ultra.train recipe=NAME [key=value ...] [flags]
 
   recipe=pretrain                    train a recipe; the same command again resumes it
   model=nano                         choose another option of a group
+  recipe=grpo loss=dapo              the same for a group that not every run has; loss=null leaves it out
   trainer.steps=50 optim.lr=1e-3     set values; 1e3 and 20e12 are numbers, null is null
   data.phases.0.sources.python.weight=2    reach into lists by number, into names by name
   '~data.phases.0.until_tokens'      take a value out
@@ -34,6 +35,7 @@ SHORT = """\
 nemotron_ultra.train needs a recipe:
 
   python -m nemotron_ultra.train recipe=pretrain     a tiny model on real text, on any machine
+  python -m nemotron_ultra.train recipe=sft          then answers to tasks; then recipe=grpo
   python -m nemotron_ultra.train --list              all recipes and options
   python -m nemotron_ultra.train --help              how to change things, and every key
 """

@@ -24,6 +24,7 @@ def stage_problems(c: RunConfig) -> Iterator[str]:
     given = [part for part in OPTIONAL if getattr(c, part) is not None]
     yield from _part_problems(c.trainer.name, given)
     yield from _data_problems(c)
+    yield from _loss_problems(c)
     yield from _row_problems(c)
     yield from _advantage_problems(c)
     yield from _teacher_problems(c)
@@ -53,6 +54,20 @@ def _data_problems(c: RunConfig) -> Iterator[str]:
         yield "data.phases: got []; allowed: at least one with trainer.name=pretrain"
     if name != "pretrain" and (c.data.phases or c.data.alternates):
         yield f"data.phases: has no effect with trainer.name={name}, which learns from tasks; use data=tasks"
+
+
+def _loss_problems(c: RunConfig) -> Iterator[str]:
+    if c.loss is None or "loss" not in PARTS[c.trainer.name]:
+        return
+    for key in ("mtp_loss_scale", "router_balance_coefficient"):
+        value = getattr(c.trainer, key)
+        if value:
+            yield f"trainer.{key}: {value:g} has no effect with trainer.name={c.trainer.name}; set it to 0"
+    if c.loss.kl_coefficient:
+        yield (
+            f"loss.kl_coefficient: got {c.loss.kl_coefficient:g}; allowed: 0, no trainer of this version has "
+            "a reference policy"
+        )
 
 
 def _row_problems(c: RunConfig) -> Iterator[str]:

@@ -28,7 +28,7 @@ class TrainerConfig:
     validate_every: NonNegative = 0
     """Steps between validations; 0 means only at the end."""
     validate_rows: Positive = 32
-    """Rows of the validation split per validation."""
+    """Rows of the validation split per validation; with tasks, tasks.validation_problems counts."""
     checkpoint_every: NonNegative = 0
     """Steps between checkpoints; 0 means only at the end."""
     keep_last: Positive = 2
@@ -38,9 +38,9 @@ class TrainerConfig:
     weight_hash_every: NonNegative = 0
     """Steps between comparisons of weight hashes across data-parallel ranks; 0 means never."""
     sample_every: NonNegative = 0
-    """Steps between text samples; 0 means only at the end."""
+    """Steps between text samples, or between rollouts that are kept to read; 0 means only at the end."""
     sample_tokens: NonNegative = 48
-    """Tokens per text sample; 0 turns samples off."""
+    """Tokens per text sample of a pretraining; 0 turns samples off."""
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainerConfig:

@@ -51,6 +51,7 @@ FIXED = (
     "run.from:",
     "tasks.domains.",
     "tasks.only:",
+    "tasks.validation_problems:",
     "loss.",
     "advantage.",
     "teachers.",
