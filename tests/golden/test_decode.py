@@ -68,7 +68,7 @@ def check_cache(cache: Cache, tensors: dict[str, torch.Tensor], prefix: str, len
     """The peer's window holds one input more than a convolution needs from before."""
     assert cache.length_B.tolist() == [length] * cache.size
     expected = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-    assert len(expected) == 6
+    assert expected
     for key, value in expected.items():
         layer, what = key.split(".")
         state = cache.layers[int(layer)]

@@ -17,7 +17,7 @@ BLOCK = 64  # ids summed before the search, so that only one block of a row is s
 
 def uniforms(seeds: Sequence[int], count: int) -> Tensor:
     """[len(seeds), count] float64 in [0, 1); row b depends on seeds[b] alone, its start not on `count`."""
-    rows = [np.random.Generator(np.random.Philox(key=seed % 2**64)).random(count) for seed in seeds]
+    rows = [np.random.Generator(np.random.Philox(key=int(seed) % 2**64)).random(count) for seed in seeds]
     return torch.from_numpy(np.stack(rows))
 
 

@@ -64,6 +64,7 @@ class Cache:
         self.layers, self.capacity = layers, capacity
         self.size = len(length_B)
         self._length_B = length_B
+        self.mask_BS: Tensor | None = None
         self._settle()
 
     @classmethod
@@ -113,7 +114,7 @@ class Cache:
                 allowed=f"at most {self.capacity}",
             )
         self.longest += 1
-        self.mask_BS: Tensor | None = None
+        self.mask_BS = None
         if not self.even:
             columns_S = torch.arange(self.longest, device=self._length_B.device)
             self.mask_BS = columns_S <= self.length_B[:, None]
