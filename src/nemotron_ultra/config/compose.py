@@ -153,7 +153,7 @@ def _sort_overrides(
             problems.append(f"{key}: several values in {override.input_line}; -m runs them one by one")
         elif key not in groups or override.is_delete() or _is_left_out(override):
             values.append(override)
-        elif (name := str(override.value())) in (known := options(key, own)):
+        elif (name := schema.plain(override.value())) in (known := options(key, own)):
             choices.append(f"{key}={name}")
         else:
             hint = check.nearest(name, known)
