@@ -28,7 +28,7 @@ Answer the held-out problems of every domain with a run's newest checkpoint, or 
 print the mean scores, and write scores.json and answers.jsonl into the run's folder.
 
   python -m nemotron_ultra.evaluate runs/grpo
-  python -m nemotron_ultra.evaluate runs/pretrain tasks=puzzles
+  python -m nemotron_ultra.evaluate runs/pretrain recipe=sft        on the tasks of that recipe
   python -m nemotron_ultra.evaluate WEIGHTS_FOLDER recipe=grpo
 """
 
@@ -54,8 +54,7 @@ def run(asked: argparse.Namespace) -> int:
     if config.tasks is None:
         raise ConfigError(
             f"{folder} has no tasks to be scored on",
-            do="choose some with tasks=NAME",
-            allowed=", ".join(f"tasks={name}" for name in options("tasks")),
+            do="score it on those of a recipe, such as recipe=sft",
         )
     from nemotron_ultra.trainers.evaluation import save_scores, score_weights
 
@@ -65,6 +64,9 @@ def run(asked: argparse.Namespace) -> int:
         f"{folder}{step}: {found.problems} held-out problems a domain, temperature {found.temperature:g}, "
         f"answers of at most {found.max_new_tokens} tokens, {found.seconds:.1f} s"
     )
+    if _is_run(folder) and found.problems > config.tasks.validation_problems:
+        kept = config.tasks.validation_problems
+        print(f"  only the first {kept} of them were kept out of training (tasks.validation_problems)")
     width = max(len(name) for name in [*found.scores, "mean"])
     for name, score in [*found.scores.items(), ("mean", found.mean)]:
         print(f"  {name:<{width}}  {100 * score:5.1f} %")
@@ -74,9 +76,9 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def configuration(folder: Path, overrides: Sequence[str], own: Path | None = None) -> RunConfig:
-    """The configuration that a run was started with, or a recipe's for a folder of weights, with overrides.
+    """A recipe's configuration if one is named, else that which the run was started with; with overrides.
 
-    Raises ConfigError where a folder of weights comes without recipe=NAME, or a run with one.
+    Raises ConfigError where a folder of weights comes without recipe=NAME.
     """
     recipes = [word.removeprefix("recipe=") for word in overrides if word.startswith("recipe=")]
     words = [word for word in overrides if not word.startswith("recipe=")]
@@ -84,18 +86,12 @@ def configuration(folder: Path, overrides: Sequence[str], own: Path | None = Non
         raise ConfigError(
             f"{folder} is not a folder", do="name a run, such as runs/grpo, or a folder of weights"
         )
-    if not _is_run(folder):
-        if not recipes:
-            raise ConfigError(
-                f"{folder} is not a run: it has no config.yaml and run.json",
-                do="name a run, or say recipe=NAME whose tasks the weights are scored on",
-            )
-        return load_recipe(recipes[-1], words, own)
     if recipes:
+        return load_recipe(recipes[-1], words, own)
+    if not _is_run(folder):
         raise ConfigError(
-            f"{folder} is a run, with a configuration of its own",
-            got=f"recipe={recipes[-1]}",
-            do="leave it out",
+            f"{folder} is not a run: it has no config.yaml and run.json",
+            do="name a run, or say recipe=NAME whose tasks the weights are scored on",
         )
     return changed(read_config(folder / "config.yaml"), words, own)
 

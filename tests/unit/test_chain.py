@@ -92,7 +92,10 @@ def test_shipped_chain_composes():
         ),
         ({"domains": ["chain_sum", "spel_backward"]}, "no domain 'spel_backward'.*'spell_backward'"),
         ({"common": ["optim.lr=abc"]}, "stage pretrain: .*optim.lr"),
-        ({"stages": changed(2, overrides=["run.seed=9"])}, "run.seed: .*1234 in pretrain, 9 in student"),
+        (
+            {"stages": changed(2, overrides=["tasks.validation_problems=9"])},
+            "tasks: all stages are scored on the same .*other tasks in student than in sft",
+        ),
     ],
 )
 def test_mistakes_in_the_file(tmp_path, changes, said):

@@ -16,8 +16,8 @@ import fnmatch
 import functools
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -169,6 +169,7 @@ def load_chain(name: str, overrides: Sequence[str] = (), config_dir: Path | None
             allowed=f"groups of the stages' recipes: {', '.join(_groups(stages))}",
         )
     _check_tasks(stages)
+    _check_teachers(stages)
     lengths = [stage.config.rollout.max_new_tokens for stage in stages if stage.config.rollout]
     return Chain(
         name=name,
@@ -355,10 +356,19 @@ def _groups(stages: list[Stage]) -> list[str]:
 
 
 def _check_tasks(stages: list[Stage]) -> None:
-    """Scores are comparable: one set of domains, and one seed, from which the held-out problems follow."""
-    with_tasks = [stage for stage in stages if stage.config.tasks is not None]
-    _check_equal(with_tasks, "tasks.domains", [stage.config.tasks.domains for stage in with_tasks])
-    _check_equal(stages, "run.seed", [stage.config.run.seed for stage in stages])
+    """One list of held-out problems for all stages, so that their scores can be compared."""
+    tasks = [(stage.name, replace(stage.config.tasks, only=[])) for stage in stages if stage.config.tasks]
+    for name, found in tasks:
+        if found != tasks[0][1]:
+            raise ConfigError(
+                "tasks: all stages are scored on the same held-out problems, so only tasks.only may differ",
+                got=f"other tasks in {name} than in {tasks[0][0]}",
+                do="set them in `common`, or on the command line for all stages",
+            )
+
+
+def _check_teachers(stages: list[Stage]) -> None:
+    """Teachers come before those who learn from them."""
     for number, stage in enumerate(stages):
         earlier = [other.name for other in stages[:number]]
         missing = [name for name in stage.teachers.values() if name not in earlier]
@@ -367,15 +377,4 @@ def _check_tasks(stages: list[Stage]) -> None:
                 f"{stage.name}: its teacher '{missing[0]}' is no stage before it"
                 f"{check.nearest(missing[0], earlier)}",
                 allowed=", ".join(earlier),
-            )
-
-
-def _check_equal(stages: list[Stage], key: str, values: Iterable[object]) -> None:
-    values = list(values)
-    for stage, value in zip(stages, values, strict=True):
-        if value != values[0]:
-            raise ConfigError(
-                f"{key}: all stages are scored on the same held-out problems, so it is one for the chain",
-                got=f"{values[0]} in {stages[0].name}, {value} in {stage.name}",
-                do="set it in `common`, or on the command line for all stages",
             )
