@@ -121,7 +121,7 @@ class PolicyGradientOptions:
             )
         if self.cispo and self.ratio not in ("token", "sequence"):
             found.append(f"cispo: needs a ratio, got ratio={self.ratio}; use ratio=token or sequence")
-        if self.cispo and self.clip is None and self.cispo_cap is None:
+        elif self.cispo and self.clip is None and self.cispo_cap is None:
             found.append("cispo: needs an upper bound; set clip or cispo_cap")
         if self.cispo and self.dual_clip is not None:
             found.append("dual_clip: has no effect with cispo; set it to null")
@@ -129,7 +129,7 @@ class PolicyGradientOptions:
             found.append("cispo_cap: has no effect without cispo; set it to null or cispo to true")
         if self.cispo_cap is not None and self.clip is not None:
             found.append("cispo_cap: takes the place of clip; set one of them to null")
-        if self.ratio == "none":
+        if self.ratio == "none" and not self.cispo:
             found += [
                 f"{name}: has no effect with ratio=none; set it to null"
                 for name in ("clip", "dual_clip")
