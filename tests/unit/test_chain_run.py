@@ -86,7 +86,7 @@ def test_what_is_not_finished_runs_with_its_own_words(chain, capsys):
         return 0
 
     assert run_chain(chain, train, Console(7)) == 0
-    assert ran == [chain.mopd.words] and "stage 7 of 7, mopd" in capsys.readouterr().out
+    assert ran == [chain.mopd.words] and "stage 7 of 7: mopd (mopd, from student, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("code", [75, 4])

@@ -56,11 +56,12 @@ def run_chain(chain: Chain, train: Train, console: Console) -> int:
     with _locked(chain.folder):
         check_folder(chain)
         for number, stage in enumerate(chain.stages, 1):
-            head = f"stage {number} of {len(chain.stages)}, {stage.name}"
+            head = f"stage {number} of {len(chain.stages)}: {stage.name}"
             if is_finished(stage):
-                console.note(f"{head}: finished")
+                console.note(f"{head} is finished")
             else:
-                console.note(f"\n{head}: {stage.command}")
+                start = f"from {stage.start}" if stage.start else "from fresh weights"
+                console.note(f"\n{head} ({stage.recipe}, {start}, {stage.config.trainer.steps:,} steps)")
                 code = train(stage.words)
                 if code:
                     return code
