@@ -128,3 +128,27 @@ def micro_overrides(corpus: Path, run_dir: Path, **changes: object) -> list[str]
 def losses(run_dir: Path, name: str = "pretrain") -> list[tuple[int, float]]:
     """(step, loss) of a run's metrics.jsonl, in file order."""
     return [(row["step"], row["loss"]) for row in read_metrics(run_dir / name / "metrics.jsonl")]
+
+
+def task_overrides(run_dir: Path, **changes: object) -> list[str]:
+    """recipe=sft, grpo or mopd shrunk to seconds: a micro model, short answers, 3 steps of 8 rows."""
+    values: dict[str, object] = {
+        "run.dir": run_dir,
+        **{f"model.{name}": value for name, value in MODEL.items()},
+        "data.sequence_length": 96,
+        "trainer.steps": 3,
+        "trainer.micro_batch_size": 4,
+        "trainer.validate_every": 0,
+        "trainer.sample_every": 1,
+        "trainer.checkpoint_every": 1,
+        "tasks.validation_problems": 4,
+        "engine.device": "cpu",
+        "engine.threads": 1,
+    }
+    return [f"{key}={value}" for key, value in (values | changes).items()]
+
+
+def rollout_overrides(run_dir: Path, **changes: object) -> list[str]:
+    """task_overrides for recipe=grpo (groups of 4) and mopd (changes: group_size 1)."""
+    rollout = {"rollout.prompts_per_step": 2, "rollout.group_size": 4, "rollout.max_new_tokens": 6}
+    return task_overrides(run_dir, **rollout | changes)
