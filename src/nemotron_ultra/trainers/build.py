@@ -25,6 +25,7 @@ from nemotron_ultra.generation.sampler import Sampler
 from nemotron_ultra.model.hf_folder import load_model, save_model
 from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.observe.console import Console
+from nemotron_ultra.rl.teachers import Teachers
 from nemotron_ultra.trainers.hooks import Hook
 from nemotron_ultra.trainers.run_folder import RunFolder
 from nemotron_ultra.trainers.weights import check_tokenizer, weights_folder
@@ -121,6 +122,19 @@ def build_generator(config: RunConfig, model: HybridLM) -> Sampler:
     weight = model.lm_head.weight
     twin = HybridLM(model.config, device=weight.device, dtype=weight.dtype).requires_grad_(False).eval()
     return Sampler(twin, max_slots=config.rollout.max_slots)
+
+
+def build_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device) -> Teachers:
+    """The frozen teachers of the run, from run folders or folders of weights."""
+    folders = config.teachers.folders
+    return Teachers(
+        config.teachers,
+        {name: weights_folder(path, f"teachers.folders.{name}") for name, path in folders.items()},
+        tokenizer=tokenizer,
+        vocab_size=config.model.vocab_size,
+        device=device,
+        dtype=DTYPES[config.precision.weights],
+    )
 
 
 def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
