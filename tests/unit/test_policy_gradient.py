@@ -282,6 +282,16 @@ def test_score_term_of_the_kl_gradient():
         torch.testing.assert_close(score, direct + extra_BT)
 
 
+def test_a_dropped_row_has_no_kl_term_a_masked_token_has():
+    zero_BT, ones_BT = torch.zeros(3, 1), torch.ones(3, 1)
+    behav_BT = torch.tensor([[0.0], [-1.0], [-3.0]])  # kept, masked by IcePop, dropped with its row
+    options = PolicyGradientOptions(icepop=(0.5, 2), row_error=5, kl="k1", kl_coefficient=1)
+    x = (zero_BT, zero_BT, behav_BT, ones_BT, zero_BT)
+    loss, gradient, metrics = run(x, options, ref_BT=zero_BT - 1)
+    assert loss.item() == pytest.approx(2 / 3) and (gradient != 0).tolist() == [[True], [True], [False]]
+    assert metrics["pg/masked/rows"] == pytest.approx(1 / 3)
+
+
 def test_shapes_that_differ_and_missing_inputs_are_one_clear_error():
     curr_BT, prox_BT, behav_BT, mask_BT, advantage_BT = rows()
     with pytest.raises(DataError, match=r"shapes differ.*curr \[8, 13\].*advantage \[8, 1\]"):
@@ -324,7 +334,9 @@ def test_packed_objective_is_the_padded_function(name):
     model, (batch,) = micro_model(torch.float64), responses(1)
     objective = PolicyGradient(preset(name))
     output = model(batch.tokens_T, batch.cu_seqlens, mtp_depths=0)
-    loss, metrics = objective(output, batch, objective.count(batch))
+    # the head is not applied where nothing is trained, so no label is read there
+    labelled = replace(batch, labels_T=torch.where(batch.weight_T > 0, batch.labels_T, 10**9))
+    loss, metrics = objective(output, labelled, objective.count(batch))
     logprob_T = output.logits_TV.log_softmax(-1).gather(1, batch.labels_T[:, None])[:, 0]
     columns = (
         logprob_T,
