@@ -26,7 +26,8 @@ def test_trained_labels_are_the_answers():
     first, second = next(conversations())
     problems = [ENVIRONMENTS["sums"].problem(i) for i in range(4)]
     trained = [TOKENIZER.decode(b.labels_T[b.weight_T > 0].tolist()) for b in (first, second)]
-    assert trained == ["".join(f"{p.answer}<|im_end|>" for p in pair) for pair in (problems[:2], problems[2:])]
+    pairs = (problems[:2], problems[2:])
+    assert trained == ["".join(f"{p.answer}<|im_end|>" for p in pair) for pair in pairs]
     assert first.stats["documents"] == ["sums:0", "sums:1"]
 
 
