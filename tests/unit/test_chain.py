@@ -1,5 +1,8 @@
 """Chain files: stages in order, overrides where they belong, links, and every mistake as one clear error."""
 
+import subprocess
+import sys
+
 import pytest
 import yaml
 
@@ -136,6 +139,14 @@ def test_list_plan_and_help(tmp_path, capsys):
     assert "exit status 75" in capsys.readouterr().out
     assert pipeline.main(["chain=tiny", "--plan", f"run.dir={tmp_path}"]) == 0
     assert "7. mopd  (mopd, from student" in capsys.readouterr().out and not (tmp_path / "tiny").exists()
+
+
+@pytest.mark.parametrize("call", ["pipeline.main(['chain=tiny', '--plan'])", "evaluate.main(['nowhere'])"])
+def test_plans_and_mistakes_need_no_torch(call, tmp_path):
+    code = (
+        f"import sys; from nemotron_ultra import evaluate, pipeline; {call}; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import pytest
 from filelock import FileLock
@@ -150,6 +151,20 @@ def test_another_configuration_can_be_allowed(chain):
     finish_all(chain)
     other = loaded("optim.lr=2e-3", "run.allow_config_change=true")
     assert run_chain(other, refuse, Console(7)) == 0
+
+
+def test_a_stage_made_from_earlier_weights_is_told(chain, capsys):
+    finish_all(chain)
+    other = loaded("student:trainer.steps=99", "run.allow_config_change=true")
+
+    def train(words):
+        student = other.stage("student")
+        shutil.rmtree(student.folder)
+        finish(other, student)
+        return 0
+
+    assert run_chain(other, train, Console(7)) == 0
+    assert "mopd is finished, made from earlier weights of student" in capsys.readouterr().out
 
 
 def test_a_moved_chain_is_the_same_chain(chain, tmp_path):

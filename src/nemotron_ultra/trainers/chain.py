@@ -80,6 +80,11 @@ class Stage:
     folder: Path
 
     @property
+    def sources(self) -> list[str]:
+        """Names of the stages whose weights it needs."""
+        return [name for name in (self.start, *self.teachers.values()) if name]
+
+    @property
     def command(self) -> str:
         return shlex.join(["python", "-m", "nemotron_ultra.train", *self.words])
 

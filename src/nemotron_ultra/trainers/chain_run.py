@@ -19,6 +19,7 @@ from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.errors import CheckpointError, ConfigError
 from nemotron_ultra.observe.chain_page import score_lines, write_chain_page
 from nemotron_ultra.observe.console import Console
+from nemotron_ultra.observe.html import write_report
 from nemotron_ultra.trainers.chain import Chain, Stage
 from nemotron_ultra.trainers.evaluation import (
     SCORES,
@@ -53,21 +54,31 @@ def run_chain(chain: Chain, train: Train, console: Console) -> int:
     `train` is the train entry point: words of a command line -> exit status.
     Raises ConfigError, before anything runs, if a finished stage was run with another configuration.
     """
+    trained: set[str] = set()
     with _locked(chain.folder):
         check_folder(chain)
         for number, stage in enumerate(chain.stages, 1):
             head = f"stage {number} of {len(chain.stages)}: {stage.name}"
             if is_finished(stage):
-                console.note(f"{head} is finished")
+                console.note(f"{head} is finished{_made_from_others(stage, trained)}")
             else:
                 start = f"from {stage.start}" if stage.start else "from fresh weights"
                 console.note(f"\n{head} ({stage.recipe}, {start}, {stage.config.trainer.steps:,} steps)")
                 code = train(stage.words)
                 if code:
                     return code
+                trained.add(stage.name)
+            if not (stage.folder / "report.html").exists():  # the end was interrupted
+                write_report([stage.folder], stage.folder / "report.html")
             score_stage(chain, stage, console)
             write_table(chain)
         return 0
+
+
+def _made_from_others(stage: Stage, trained: set[str]) -> str:
+    """A remark where run.allow_config_change=true keeps a stage whose sources were trained further."""
+    changed = [name for name in stage.sources if name in trained]
+    return f", made from earlier weights of {', '.join(changed)}" if changed else ""
 
 
 def score_stage(chain: Chain, stage: Stage, console: Console) -> None:
@@ -211,8 +222,7 @@ def _check_finished(chain: Chain, stage: Stage) -> None:
             do="take the old values, choose another run.name for the chain, or use the stage as it is with "
             "run.allow_config_change=true",
         )
-    sources = [name for name in (stage.start, *stage.teachers.values()) if name]
-    for source in map(chain.stage, sources):
+    for source in map(chain.stage, stage.sources):
         if not finished_steps(source):
             raise CheckpointError(
                 f"{stage.folder} is finished, but {source.name}, which it was made from, is not",
