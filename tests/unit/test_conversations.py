@@ -1,5 +1,7 @@
 """Rows of SFT: a function of (seed, step), trained on what an assistant wrote and on nothing else."""
 
+from dataclasses import replace
+
 import pytest
 
 from nemotron_ultra.config.tasks import TasksConfig
@@ -51,3 +53,9 @@ def test_held_out_conversations_are_not_trained_on():
 def test_a_conversation_that_does_not_fit_is_named():
     with pytest.raises(DataError, match=r"problem 0 of domain sums.*data.sequence_length = 12"):
         next(conversations(longest=12))
+
+
+def test_a_problem_without_a_solution_is_named():
+    unsolved = replace(ENVIRONMENTS["sums"].problem(0), answer="")
+    with pytest.raises(DataError, match="problem 0 of domain sums comes without a solution"):
+        conversations().pack([unsolved])

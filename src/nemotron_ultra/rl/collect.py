@@ -1,7 +1,7 @@
 """Problems -> groups of scored rollouts: render, draw group_size answers each, let the environment judge.
 
-reward = the environment's score, and 0 for an answer that is empty or was cut at the limit. Every rollout has a seed of its own from (run, step, problem,
-sample), so a step's rollouts are a function of the weights alone.
+reward = the environment's score, and 0 for an answer that is empty or was cut at the limit. Every rollout has
+a seed of its own from (run, step, problem, sample): a step's rollouts are a function of the weights alone.
 """
 
 from __future__ import annotations

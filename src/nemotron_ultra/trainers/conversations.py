@@ -71,6 +71,11 @@ class Conversations:
     def _batch(self, problems: Sequence[Problem]) -> TokenBatch:
         rows = [self.chat.conversation(_messages(problem)) for problem in problems]
         for problem, row in zip(problems, rows, strict=True):
+            if not problem.answer:
+                raise DataError(
+                    f"problem {problem.index} of domain {problem.domain} comes without a solution",
+                    do=f"its generator only scores answers; leave it out: ~tasks.domains.{problem.domain}",
+                )
             if len(row.tokens) > self.longest:
                 raise DataError(
                     f"problem {problem.index} of domain {problem.domain}: the conversation is too long",

@@ -34,7 +34,7 @@ from nemotron_ultra.trainers.experience import Experience, anchor, pack
 from nemotron_ultra.trainers.loop import fit
 from nemotron_ultra.trainers.panel import describe
 from nemotron_ultra.trainers.run_folder import RunFolder
-from nemotron_ultra.trainers.scoring import Scoring, task_facts
+from nemotron_ultra.trainers.scoring import Scoring, task_facts, task_seed
 from nemotron_ultra.trainers.self_check import check_rollouts
 from nemotron_ultra.trainers.wiring import publish_hooks, standard_hooks
 
@@ -57,7 +57,7 @@ def grpo(config: RunConfig, folder: RunFolder, console: Console) -> None:
     generator = build_generator(config, model)
 
     # Problems, G rollouts each, and a wait of at most max_age versions (report 3.2: one step off-policy).
-    environments = make_environments(config.tasks, seed)
+    environments = make_environments(config.tasks, task_seed(config))
     problems = ProblemStream.of(config.tasks, environments, seed, per_step)
     collect = Collector(generator, chat, environments, config.rollout, config.data.sequence_length, seed)
     replay = Replay(

@@ -37,7 +37,7 @@ from nemotron_ultra.trainers.experience import Experience, anchor, pack, with_ga
 from nemotron_ultra.trainers.loop import fit
 from nemotron_ultra.trainers.panel import describe
 from nemotron_ultra.trainers.run_folder import RunFolder
-from nemotron_ultra.trainers.scoring import Scoring, task_facts
+from nemotron_ultra.trainers.scoring import Scoring, task_facts, task_seed
 from nemotron_ultra.trainers.self_check import check_rollouts
 from nemotron_ultra.trainers.wiring import publish_hooks, standard_hooks
 
@@ -61,7 +61,7 @@ def mopd(config: RunConfig, folder: RunFolder, console: Console) -> None:
     teachers = build_teachers(config, tokenizer, device)
 
     # Problems by domain, one rollout each (report 3.3.1: more gave nothing).
-    environments = make_environments(config.tasks, seed)
+    environments = make_environments(config.tasks, task_seed(config))
     problems = ProblemStream.of(config.tasks, environments, seed, per_step)
     collect = Collector(generator, chat, environments, config.rollout, config.data.sequence_length, seed)
     replay = Replay(

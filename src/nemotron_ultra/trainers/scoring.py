@@ -8,6 +8,7 @@ from typing import Any
 from nemotron_ultra.config.compose import to_dict
 from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.data.chat import ChatTemplate
+from nemotron_ultra.data.order import keyed
 from nemotron_ultra.data.tokenizer import Tokenizer
 from nemotron_ultra.generation.base import Generator
 from nemotron_ultra.observe.metrics import MetricsLog
@@ -18,6 +19,11 @@ from nemotron_ultra.trainers.experience import Experience
 from nemotron_ultra.trainers.hooks import Every, Hook, Measure, Rows
 
 SAMPLES = 6  # answers shown for each sampled step
+
+
+def task_seed(config: RunConfig) -> int:
+    """Seed of the training problems: SFT, GRPO and MOPD of one run.seed draw different ones."""
+    return keyed(config.run.seed, config.trainer.name)
 
 
 def task_facts(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from nemotron_ultra.trainers.conversations import Conversations
 from nemotron_ultra.trainers.loop import fit
 from nemotron_ultra.trainers.panel import describe
 from nemotron_ultra.trainers.run_folder import RunFolder
-from nemotron_ultra.trainers.scoring import Scoring, task_facts
+from nemotron_ultra.trainers.scoring import Scoring, task_facts, task_seed
 from nemotron_ultra.trainers.wiring import standard_hooks
 
 
@@ -42,7 +42,7 @@ def sft(config: RunConfig, folder: RunFolder, console: Console) -> None:
     check_vocabulary(config, tokenizer)
 
     # Data (report 3.1.1): questions with an answer that the environment gives full marks.
-    environments = make_environments(config.tasks, config.run.seed)
+    environments = make_environments(config.tasks, task_seed(config))
     stream = Conversations(
         ProblemStream.of(config.tasks, environments, config.run.seed, config.trainer.global_batch_size),
         ChatTemplate(tokenizer),
