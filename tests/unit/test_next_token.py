@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -99,3 +101,19 @@ def test_fractional_weights_keep_the_precision_of_the_model(model):
     rows = torch.tensor([0, 1, 2, 3, 6, 7])
     expected = F.cross_entropy(output.logits_TV[rows], torch.tensor([2, 3, 4, 5, 8, 9]))
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+def test_few_trained_tokens_skip_the_head_of_the_others(model):
+    """Loss, metrics and gradients are those of the written sum, also where one token of nine is trained."""
+    weight_T = torch.tensor([0.0, 0, 1, 0, 0, 0, 0, 0, 0])
+    batch = replace(BATCH, weight_T=weight_T)
+    output, loss, metrics = run(model, NextToken(mtp_loss_scale=0.3, balance_coefficient=0), batch)
+    main = F.cross_entropy(output.logits_TV[[2]], torch.tensor([4]))
+    one = F.cross_entropy(output.mtp_logits_JTV[0][[1]], torch.tensor([4]))
+    two = F.cross_entropy(output.mtp_logits_JTV[1][[0]], torch.tensor([4]))
+    torch.testing.assert_close(loss, main + 0.15 * one + 0.15 * two)
+    torch.testing.assert_close(metrics["mtp_2/loss"], two.detach())
+    found = torch.autograd.grad(loss, [model.lm_head.weight], retain_graph=True)[0]
+    expected = torch.autograd.grad(main + 0.15 * one + 0.15 * two, [model.lm_head.weight])[0]
+    torch.testing.assert_close(found, expected)
+    assert run(model, NextToken(), replace(BATCH, weight_T=torch.zeros(9)))[1].isfinite()

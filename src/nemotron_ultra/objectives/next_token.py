@@ -50,7 +50,7 @@ class NextToken:
         weights = [roll(weight_T, k) * _inverse(counts[name]) for k, name in enumerate(names)]
         scales = [1.0, *[self.mtp_loss_scale / max(1, depths)] * depths]
         weight_T = torch.cat([w * s for w, s in zip(weights, scales, strict=True)])
-        loss, nll_T, correct_T = linear_cross_entropy(hidden, output.head_VD, labels_T, weight_T)
+        loss, nll_T, correct_T = _cross_entropy(hidden, output.head_VD, labels_T, weight_T)
         metrics = {}
         for name, weight, nll, hit in zip(
             names, weights, nll_T.chunk(len(names)), correct_T.chunk(len(names)), strict=True
@@ -69,6 +69,20 @@ class NextToken:
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """As they are: all of them are means already."""
         return metrics
+
+
+def _cross_entropy(
+    hidden_TD: Tensor, head_VD: Tensor, labels_T: Tensor, weight_T: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As linear_cross_entropy; where most weights are 0, as in fine-tuning, the head skips those tokens."""
+    index_n = weight_T.nonzero()[:, 0]
+    if not 0 < 2 * len(index_n) <= len(weight_T):
+        return linear_cross_entropy(hidden_TD, head_VD, labels_T, weight_T)
+    loss, nll_n, correct_n = linear_cross_entropy(
+        hidden_TD[index_n], head_VD, labels_T[index_n], weight_T[index_n]
+    )
+    empty_T = torch.zeros_like(weight_T)
+    return loss, empty_T.index_copy(0, index_n, nll_n), empty_T.index_copy(0, index_n, correct_n.to(empty_T))
 
 
 def _inverse(count: float) -> float:
