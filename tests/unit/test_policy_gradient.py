@@ -123,6 +123,57 @@ def test_icepop_bounds_are_inclusive(w):
     assert not behavior_weights(zero_BT + beyond, zero_BT, zero_BT + 1, PolicyGradientOptions()).keep_BT.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bound", [0.2, 0.5, 0.9, 1.1, 5.0])
+def test_bounds_are_inclusive_whatever_rounding_does(bound, dtype):
+    """The logarithm of a rounded 0.9, and the mean over a row of equal numbers, are off by an ulp."""
+    ones_BT = torch.ones(3, 33, dtype=dtype)
+    behav_BT = -ones_BT * torch.tensor([[0.0], [0.3], [2.0]], dtype=dtype)
+    inclusive = replace(PPO, sequence_mask=(bound, bound)), replace(PPO, icepop=(bound, bound))
+    for options in inclusive:
+        assert behavior_weights(behav_BT + (bound * ones_BT).log(), behav_BT, ones_BT, options).keep_BT.all()
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+@pytest.mark.parametrize("options", [PPO, preset("cispo", clip=(0.2, 0.28)), preset("gspo")])
+def test_a_ratio_of_nearly_0_is_a_number(options, advantage):
+    """Float32 gives what float64 gives where theta has given a token up."""
+    curr_BT, prox_BT, ones_BT = torch.tensor([[-80.0]]), -torch.ones(1, 1), torch.ones(1, 1)
+    x = (curr_BT, prox_BT, prox_BT, ones_BT, advantage * ones_BT)
+    single, double = run(x, options), run([y.double() for y in x], options)
+    torch.testing.assert_close(single[0], double[0].float())
+    torch.testing.assert_close(single[1], double[1].float())
+    assert single[2]["pg/masked"] == 0 and single[2]["loss"] == pytest.approx(double[2]["loss"])
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_kl_counts_where_the_reference_excludes_a_token(kind):
+    curr_BT, ones_BT = -torch.ones(1, 2), torch.ones(1, 2)
+    options = replace(PPO, kl=kind, kl_coefficient=0.1)
+    for dtype in (torch.float32, torch.float64):
+        ref_BT = torch.tensor([[-91.0, -1.0]], dtype=dtype)
+        x = (curr_BT, curr_BT, curr_BT, ones_BT, 0 * ones_BT)
+        loss, gradient, metrics = run(x, options, ref_BT=ref_BT)
+        assert loss == pytest.approx(0.1 * 10 / 2) and metrics["pg/reference_kl"] == pytest.approx(5)
+        assert gradient[0, 0].item() == pytest.approx(0.1 * 10 / 2)
+
+
+def test_k3_of_nearly_equal_policies_is_not_rounding():
+    curr_BT, prox_BT, behav_BT, mask_BT, advantage_BT = rows(drift=1e-3)
+    wanted_BT = (prox_BT.double() - behav_BT.double()).square() / 2
+    torch.testing.assert_close(kl_estimate(behav_BT, prox_BT).double(), wanted_BT, rtol=1e-2, atol=1e-9)
+    k3 = run((curr_BT, prox_BT, behav_BT, mask_BT, advantage_BT), PolicyGradientOptions())[2]
+    assert k3["pg/behavior_kl/k3"] == pytest.approx(wanted_BT[mask_BT > 0].mean().item(), rel=1e-2)
+
+
+def test_tokens_without_a_weight_count_as_masked_by_the_sign_of_their_advantage():
+    zero_BT, behav_BT = torch.zeros(1, 4), torch.tensor([[0.0, -math.inf, 0.0, -math.inf]])
+    advantage_BT = torch.tensor([[1.0, 1.0, -1.0, 1.0]])
+    metrics = run((zero_BT, zero_BT, behav_BT, zero_BT + 1, advantage_BT), PolicyGradientOptions())[2]
+    assert metrics["pg/masked/positive"] == pytest.approx(2 / 3) and metrics["pg/masked/negative"] == 0
+    assert metrics["pg/masked/nonfinite"] == 0.5
+
+
 @pytest.mark.parametrize("length", [4, 4000])
 def test_a_row_is_judged_by_its_geometric_mean_whatever_its_length(length):
     ones_BT = torch.ones(2, length)

@@ -95,7 +95,7 @@ def kl_estimate(
     d_BT = ref_BT - curr_BT
     if clamp is not None:
         d_BT = d_BT.clamp(-clamp[0], clamp[0])
-    choices = {"k1": lambda: -d_BT, "k2": lambda: d_BT.square() / 2, "k3": lambda: d_BT.exp() - 1 - d_BT}
+    choices = {"k1": lambda: -d_BT, "k2": lambda: d_BT.square() / 2, "k3": lambda: d_BT.expm1() - d_BT}
     kl_BT = choices[kind]()
     return kl_BT if clamp is None else kl_BT.clamp(-clamp[1], clamp[1])
 
@@ -182,7 +182,8 @@ class _Tokens:
     """What the loss reads of each token, [B, T]; curr_BT alone is differentiated.
 
     anchor_BT stands below the ratio and above the weight: theta itself where the ratio is forced, else prox.
-    curr_BT, anchor_BT and advantage_BT are 0 outside finite_BT, so that no backward multiplies 0 by infinity.
+    curr_BT and anchor_BT are 0 outside finite_BT and no advantage is infinite, so that no backward multiplies
+    0 by infinity.
     broken is NaN where a trained curr is NaN, else 0.
     """
 
@@ -209,7 +210,8 @@ class _Tokens:
         error_B1 = rows_in_error(prox_BT, behav_BT, mask_BT, options.row_error)
         finite_BT = trained_BT & theta_BT.isfinite() & advantage_BT.isfinite()
         if options.ratio in ("token", "sequence"):
-            finite_BT &= (theta_BT - prox_BT).abs() < exp_limit(theta_BT.dtype)
+            log_BT = theta_BT - prox_BT
+            finite_BT &= log_BT.isfinite() & (log_BT < exp_limit(log_BT.dtype))  # a ratio near 0 is a number
         if options.weighted:
             finite_BT &= weights.finite_BT
         known_BT = finite_BT & prox_BT.isfinite()
@@ -217,7 +219,7 @@ class _Tokens:
             given=given | {"prox": torch.where(known_BT, prox_BT, theta_BT), "behav": behav_BT},
             curr_BT=torch.where(finite_BT, curr_BT, 0.0),
             anchor_BT=torch.where(finite_BT, anchor_BT, 0.0),
-            advantage_BT=torch.where(finite_BT, advantage_BT, 0.0),
+            advantage_BT=torch.where(trained_BT & advantage_BT.isfinite(), advantage_BT, 0.0),
             mask_BT=mask_BT,
             finite_BT=finite_BT,
             kept_BT=finite_BT & weights.keep_BT & ~error_B1,
@@ -300,9 +302,8 @@ def _reference_kl(x: _Tokens, options: PolicyGradientOptions) -> tuple[Tensor, T
     theta_BT = live_BT.detach()
     bases = {"prox": x.given["prox"], "behavior": x.given["behav"]}
     base_BT = bases.get(options.kl_gradient, theta_BT)
-    known_BT = (x.mask_BT > 0) & ~x.error_B1
-    for far_BT in (ref_BT - theta_BT, base_BT - theta_BT):
-        known_BT = known_BT & (far_BT.abs() < exp_limit(theta_BT.dtype))
+    size_BT = kl_estimate(theta_BT, ref_BT, options.kl, options.kl_clamp) * (theta_BT - base_BT).exp()
+    known_BT = (x.mask_BT > 0) & ~x.error_B1 & (ref_BT - theta_BT).isfinite() & size_BT.isfinite()
     live_BT, ref_BT, base_BT = (torch.where(known_BT, y_BT, 0.0) for y_BT in (live_BT, ref_BT, base_BT))
     estimate_BT = kl_estimate(live_BT, ref_BT, options.kl, options.kl_clamp)
     factor = 1.0 if options.kl_gradient == "direct" else (live_BT - base_BT).exp()

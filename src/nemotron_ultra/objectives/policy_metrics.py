@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemotron_ultra.objectives.policy_weights import BehaviorWeights
+from nemotron_ultra.objectives.policy_weights import BehaviorWeights, exp_limit
 
 _SUM = "pg/sum/"
 
@@ -67,7 +67,7 @@ def measure(terms: Terms, tokens: float, extra: dict[str, Tensor]) -> dict[str, 
         "pg/advantage": total(terms.advantage_BT),
         "pg/ppo_kl": total(terms.log_prox_curr_BT),
         "pg/behavior_kl/k1": total(-log_BT),
-        "pg/behavior_kl/k3": total(weights.raw_BT - log_BT - 1),
+        "pg/behavior_kl/k3": total(log_BT.clamp(max=exp_limit(log_BT.dtype)).expm1() - log_BT),
         **{name: torch.where(trained_BT, x_BT * mask_BT, 0.0).sum() for name, x_BT in extra.items()},
     }
     weight_BT = torch.where(terms.kept_BT, weights.value_BT, 0.0)

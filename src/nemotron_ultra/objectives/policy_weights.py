@@ -96,6 +96,8 @@ def exp_limit(dtype: torch.dtype) -> float:
 
 
 def _outside(log: Tensor, bounds: tuple[float, float] | None) -> tuple[Tensor, Tensor]:
-    """(below, above) of inclusive bounds on exp(log); None has none."""
+    """(below, above) of bounds on exp(log), inclusive to within the rounding of log; None has none."""
     low, high = bounds if bounds is not None else (0.0, math.inf)
-    return log < (math.log(low) if low > 0 else -math.inf), log > math.log(high)
+    low, high = (math.log(bound) if bound > 0 else -math.inf for bound in (low, high))
+    slack = 4 * torch.finfo(log.dtype).eps
+    return log < low - slack, log > high + slack
