@@ -81,6 +81,13 @@ def test_leave_one_out_is_the_exact_difference_and_deviation(sizes):
     assert torch.equal(leave_one_out(rewards_B, group_B, std=True), deviation_B / (std_B + 1e-6))
 
 
+def test_a_list_of_rewards_is_read_in_float64():
+    rewards = [1e6 + 0.25, 1e6 + 0.5, 1e6 + 0.3]
+    wanted = [rewards[i] - (sum(rewards) - rewards[i]) / 2 for i in range(3)]
+    assert leave_one_out(rewards, [0, 0, 0]).tolist() == pytest.approx(wanted, rel=1e-6)
+    assert leave_one_out(rewards, [0, 0, 0]).dtype == torch.float32
+
+
 def test_leave_one_out_is_the_scaled_group_mean_and_both_sum_to_zero():
     rewards_B, group_B = drawn((4, 8, 3))
     whole_B, others_B = group_normalized(rewards_B, group_B, std=False), leave_one_out(rewards_B, group_B)

@@ -166,6 +166,15 @@ def test_k3_of_nearly_equal_policies_is_not_rounding():
     assert k3["pg/behavior_kl/k3"] == pytest.approx(wanted_BT[mask_BT > 0].mean().item(), rel=1e-2)
 
 
+def test_divergence_from_behav_is_of_tokens_whatever_the_level_of_the_weight():
+    x, options = rows(drift=0.5), replace(PPO, icepop=(0.9, 1.1))
+    token = run(x, options)[2]
+    sequence = run(x, replace(options, weight_level="sequence"))[2]
+    assert token["pg/weight/raw"] != pytest.approx(sequence["pg/weight/raw"])
+    for kind in ("k1", "k3"):
+        assert token[f"pg/behavior_kl/{kind}"] == sequence[f"pg/behavior_kl/{kind}"]
+
+
 def test_tokens_without_a_weight_count_as_masked_by_the_sign_of_their_advantage():
     zero_BT, behav_BT = torch.zeros(1, 4), torch.tensor([[0.0, -math.inf, 0.0, -math.inf]])
     advantage_BT = torch.tensor([[1.0, 1.0, -1.0, 1.0]])

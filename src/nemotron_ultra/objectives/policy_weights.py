@@ -20,7 +20,8 @@ class BehaviorWeights:
     """Weights of B rows, [B, T] but for row_dropped_B1.
 
     value_BT multiplies the policy term: 1 where no option asks for a weight, 0 where keep_BT is False. raw_BT
-    is prox / behav as it was, 1 where it is not finite. below_BT, above_BT: outside the bounds.
+    is prox / behav (or its row's mean) as it was, 1 where it is not finite, log_BT always the token's own
+    log. below_BT, above_BT: outside the bounds.
     """
 
     value_BT: Tensor
@@ -45,12 +46,11 @@ def behavior_weights(
     finite_BT = trained_BT & log_BT.isfinite()
     log_BT = torch.where(finite_BT, log_BT, 0.0)
     log_row_B1 = row_mean(log_BT, mask_BT * finite_BT)
-    if options.weight_level == "sequence":
-        log_BT = log_row_B1.expand_as(log_BT)
-    raw_BT = log_BT.clamp(max=exp_limit(log_BT.dtype)).exp()
+    level_BT = log_row_B1.expand_as(log_BT) if options.weight_level == "sequence" else log_BT
+    raw_BT = level_BT.clamp(max=exp_limit(log_BT.dtype)).exp()
     value_BT = raw_BT if options.weighted else torch.ones_like(raw_BT)
     keep_BT = finite_BT if options.weighted else trained_BT
-    below_BT, above_BT = _outside(log_BT, options.tis or options.icepop)
+    below_BT, above_BT = _outside(level_BT, options.tis or options.icepop)
     if options.tis is not None:
         value_BT = torch.where(below_BT, options.tis[0], value_BT)
         value_BT = torch.where(above_BT, options.tis[1], value_BT)

@@ -291,7 +291,8 @@ def _normalized(
 
 def _checked(rewards_B: Tensor | Sequence[float], group_B: Tensor | Sequence[int]) -> tuple[Tensor, Tensor]:
     """Rewards in float64 and group numbers 0, 1, ...; each group has at least two rewards, all finite."""
-    rewards_B = torch.as_tensor(rewards_B).detach().double()
+    # Python's numbers are float64 already; torch would take a list of them as float32.
+    rewards_B = torch.as_tensor(rewards_B, dtype=torch.float64).detach()
     group_B = torch.as_tensor(group_B, device=rewards_B.device)
     if rewards_B.ndim != 1 or rewards_B.shape != group_B.shape:
         raise DataError(
