@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from micro import joined, micro_batches, micro_engine, micro_model, objective, step, weights
+from nemotron_ultra.config.optim import OptimConfig
 from nemotron_ultra.engine.grads import first_non_finite, global_norm
 from nemotron_ultra.engine.recompute import recompute_blocks
+from nemotron_ultra.engine.schedule import Schedule
+from nemotron_ultra.engine.torch_engine import TorchEngine
 from nemotron_ultra.errors import CheckpointError, NonFiniteError
 
 
@@ -228,3 +231,11 @@ def test_residual_norm_does_not_depend_on_the_split():
     one.forward_backward([joined(batches)], objective())
     other.forward_backward(batches, objective())
     torch.testing.assert_close(one.residual_norm_L, other.residual_norm_L, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_may_move_the_schedule_by_a_fixed_number_of_tokens():
+    """Rows of tasks are of many lengths; the decay still ends at the step that the plan says."""
+    schedule = Schedule(name="cosine", peak=1e-2, total_tokens=3000)
+    engine = TorchEngine(micro_model(), OptimConfig(lr=1e-2), schedule, tokens_per_step=1000)
+    rates = [step(engine, micro_batches(1, seed))["lr"] for seed in range(3)]
+    assert rates == pytest.approx([schedule(1000), schedule(2000), 0.0])

@@ -35,12 +35,19 @@ class TorchEngine:
     `step` counts optimizer steps, `tokens` consumed tokens. After forward_backward, `counts_LE` holds the
     tokens that each expert got in the global batch (int64 [MoE layers, E], rows named by `router_names`) and
     `residual_norm_L` the RMS of the residual stream after each layer.
+    tokens_per_step: by how much a step moves the schedule; None: by the tokens of its batches.
     """
 
     def __init__(
-        self, model: HybridLM, optim: OptimConfig, schedule: Schedule, *, router_bias_rate: float = 1e-3
+        self,
+        model: HybridLM,
+        optim: OptimConfig,
+        schedule: Schedule,
+        *,
+        router_bias_rate: float = 1e-3,
+        tokens_per_step: float | None = None,
     ):
-        self.model, self.schedule = model, schedule
+        self.model, self.schedule, self.tokens_per_step = model, schedule, tokens_per_step
         self.clip, self.router_bias_rate = optim.clip, router_bias_rate
         self.step, self.tokens = 0, 0.0
         self.counts_LE: Tensor | None = None
@@ -89,7 +96,7 @@ class TorchEngine:
             )
         if self.clip and float(norm) > self.clip:
             torch._foreach_mul_(list(gradients.values()), self.clip / (float(norm) + 1e-6))
-        lr = self.schedule(self.tokens + self._pending_tokens)
+        lr = self.schedule(self._schedule_tokens())
         self.optimizer.step(lr)
         self.master.publish()
         self._update_router_bias()
@@ -142,6 +149,12 @@ class TorchEngine:
                 master.copy_(state["master"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         _set_rng_state(state["rng"])
+
+    def _schedule_tokens(self) -> float:
+        """Where this step stands in the schedule, its own tokens included."""
+        if self.tokens_per_step is None:
+            return self.tokens + self._pending_tokens
+        return (self.step + 1) * self.tokens_per_step
 
     def _count(self, batches: Sequence[TokenBatch], objective: Objective) -> dict[str, float]:
         """The denominators over the global batch; one bad weight would spoil them for every micro-batch."""

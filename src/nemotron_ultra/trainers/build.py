@@ -109,12 +109,21 @@ def build_model(config: RunConfig, device: torch.device, resuming: bool = False)
 
 
 def build_engine(config: RunConfig, model: HybridLM) -> TorchEngine:
-    """The torch engine with the run's schedule."""
+    """The torch engine with the run's schedule.
+
+    Rows of pretraining are full. Conversations and rollouts are shorter than data.sequence_length, so there a
+    step moves the schedule by the tokens it may have: warmup and decay end at the steps that the plan says.
+    """
     if config.engine.recompute:
         recompute_blocks(model)
-    run_tokens = config.trainer.steps * config.trainer.global_batch_size * config.data.sequence_length
-    schedule = Schedule.from_config(config.schedule, peak=config.optim.lr, run_tokens=run_tokens)
-    return TorchEngine(model, config.optim, schedule, router_bias_rate=config.trainer.router_bias_rate)
+    schedule = Schedule.from_config(config.schedule, peak=config.optim.lr, run_tokens=config.total_tokens)
+    return TorchEngine(
+        model,
+        config.optim,
+        schedule,
+        router_bias_rate=config.trainer.router_bias_rate,
+        tokens_per_step=None if config.trainer.name == "pretrain" else config.tokens_per_step,
+    )
 
 
 def build_generator(config: RunConfig, model: HybridLM) -> Sampler:
