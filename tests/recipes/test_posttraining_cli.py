@@ -53,3 +53,67 @@ def test_samples_are_rollouts_with_rewards(runs):
     rows = read_metrics(runs / "grpo" / "samples.jsonl")
     assert {row["step"] for row in rows} == {1, 2, 3}
     assert rows[0].keys() == {"step", "domain", "prompt", "text", "reward", "finish_reason"}
+
+
+def test_all_answers_cut_and_filtered_teach_nothing(runs):
+    """Loss and gradient are 0 and a metric warns; the run goes on."""
+    words = {"run.name": "cut", "advantage.overlong": "filter", "rollout.max_new_tokens": 1}
+    assert train.main(["recipe=grpo", *rollout_overrides(runs, **words)]) == 0
+    rows = read_metrics(runs / "cut" / "metrics.jsonl")
+    filtered = [row for row in rows if row["rollout/truncated"] == 1]
+    assert filtered and all(row["pg/all_masked"] == 1 and row["loss"] == 0 for row in filtered)
+    assert all(row["grad_norm"] == 0 and row["advantage/kept_share"] == 0 for row in filtered)
+
+
+def test_equal_rewards_teach_nothing(runs):
+    rows = read_metrics(runs / "grpo" / "metrics.jsonl")
+    equal = [row for row in rows if row["reward/zero_std_share"] == 1]
+    assert equal and all(row["grad_norm"] == 0 and row["loss"] == 0 for row in equal)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["loss=grpoo"], "no option 'grpoo' (did you mean 'grpo'?)"),
+        (["loss.clip=[0.3,0.1]"], "loss.clip: got [0.3, 0.1]"),
+        (["loss.icepop=[5,0.5]", "loss.tis=null"], "loss.icepop: got [5, 0.5]"),
+        (["tasks.only=[chain_sun]"], "no domain 'chain_sun' (did you mean 'chain_sum'?)"),
+        (["tasks.domains.chain_sum.environment=gym"], "tasks.domains.chain_sum.environment"),
+        (["tasks.domains.chain_sum.name=chain_sun"], "'chain_sun' (did you mean chain_sum"),
+        (["tasks.domains.chain_sum.args.min_term=2"], "tasks.domains.chain_sum.args: chain_sum cannot"),
+        (["rollout.group_size=1", "rollout.prompts_per_step=8"], "rollout.group_size: got 1"),
+        (["data.sequence_length=32"], "the prompt is longer than the limit"),
+        (["run.from=/nowhere"], "run.from: no such folder"),
+    ],
+    ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
+)
+def test_bad_input_of_grpo(runs, words, message, capsys):
+    code = train.main(["recipe=grpo", *rollout_overrides(runs, **{"run.name": "bad"}), *words])
+    assert code in (2, 3, 4, 5) and message in capsys.readouterr().err
+    assert not (runs / "bad").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["~teachers.folders.chain_sum"], "no teacher for the domain 'chain_sum'"),
+        (["teachers.strict=false"], "teachers.default"),
+        (["teachers.strict=false", "teachers.default=sums"], "no teacher 'sums'"),
+        (["teachers.folders.chain_sum=/nowhere"], "teachers.folders.chain_sum"),
+        (["advantage=leave_one_out"], "advantage.name: got leave_one_out"),
+    ],
+    ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
+)
+def test_bad_input_of_mopd(runs, words, message, capsys):
+    code = train.main(["recipe=mopd", *mopd_words(runs, **{"run.name": "bad"}), *words])
+    assert code in (2, 3, 4, 5) and message in capsys.readouterr().err
+    assert not (runs / "bad").exists()
+
+
+def test_a_teacher_of_another_vocabulary_is_named(runs, capsys):
+    other = task_overrides(runs, **{"run.name": "wide", "run.from": "null", "model.vocab_size": 4224})
+    assert train.main(["recipe=sft", *other, "trainer.global_batch_size=8", "trainer.steps=1"]) == 0
+    words = {"run.name": "bad", "teachers.folders.letter_counting": runs / "wide"}
+    assert train.main(["recipe=mopd", *mopd_words(runs, **words)]) == 2
+    said = capsys.readouterr().err
+    assert "teachers.folders.letter_counting: this teacher has another vocabulary" in said and "4224" in said
