@@ -75,6 +75,11 @@ def mistakes(recipe: str, *overrides: str) -> list[str]:
         ),
         ("grpo", ["rollout.max_age=2"], "rollout.max_age: got 2; allowed: whole number >= 0 and <= 1"),
         ("grpo", ["rollout.temperature=0"], "rollout.temperature: got 0; allowed: number > 0"),
+        (
+            "grpo",
+            ["loss=dapo", "rollout.temperature=0.7"],
+            "rollout.temperature: 0.7 draws from another policy",
+        ),
         ("grpo", ["advantage=teacher_gap"], "advantage.name: teacher_gap needs teachers, which"),
         ("mopd", ["advantage.name=group_mean", "rollout.group_size=2"], "advantage.name: got group_mean"),
         (

@@ -250,6 +250,14 @@ def test_all_tokens_masked_is_zero_with_a_warning(name):
     assert rejected[2]["pg/masked"] == rejected[2]["pg/all_masked"] == rejected[2]["pg/masked/positive"] == 1
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+@pytest.mark.parametrize("name", option_files("loss"))
+def test_a_batch_without_any_token_is_zero(name, shape):
+    loss, gradient, metrics = run([torch.zeros(shape)] * 5, preset(name))
+    assert loss == 0 and gradient.shape == shape and metrics["pg/all_masked"] == 1
+    assert all(map(math.isfinite, metrics.values()))
+
+
 @pytest.mark.parametrize("bad", [-math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("which", ["prox", "behav", "advantage"])
 @pytest.mark.parametrize("name", option_files("loss"))

@@ -68,6 +68,11 @@ def _loss_problems(c: RunConfig) -> Iterator[str]:
             f"loss.kl_coefficient: got {c.loss.kl_coefficient:g}; allowed: 0, no trainer of this version has "
             "a reference policy"
         )
+    if c.rollout is not None and c.rollout.temperature != 1 and not c.loss.weighted:
+        yield (
+            f"rollout.temperature: {c.rollout.temperature:g} draws from another policy than the one that is "
+            "trained, and the loss has no weight to correct it; use 1, or set loss.tis or loss.icepop"
+        )
 
 
 def _row_problems(c: RunConfig) -> Iterator[str]:

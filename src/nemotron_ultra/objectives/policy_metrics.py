@@ -86,8 +86,8 @@ def measure(terms: Terms, tokens: float, extra: dict[str, Tensor]) -> dict[str, 
         {name: value * inverse for name, value in means.items()}
         | {_SUM + name: value for name, value in sums.items()}
         | {
-            "pg/ratio/min": torch.where(finite_BT, terms.ratio_BT, math.inf).amin(),
-            "pg/ratio/max": torch.where(finite_BT, terms.ratio_BT, -math.inf).amax(),
+            "pg/ratio/min": _all_and(terms.ratio_BT, finite_BT, math.inf).amin(),
+            "pg/ratio/max": _all_and(terms.ratio_BT, finite_BT, -math.inf).amax(),
         }
     )
 
@@ -112,6 +112,11 @@ def finish(metrics: Mapping[str, float]) -> dict[str, float]:
         done[f"pg/masked/{name}"] = _share(sums[f"masked_{name}"], sums[name])
     done["pg/all_masked"] = float(sums["kept"] == 0)
     return done
+
+
+def _all_and(x_BT: Tensor, where_BT: Tensor, fill: float) -> Tensor:
+    """The numbers of x_BT where wanted and `fill`, also of a batch without any token."""
+    return torch.cat([torch.where(where_BT, x_BT, fill).flatten(), x_BT.new_full((1,), fill)])
 
 
 def _share(part: float, whole: float) -> float:
