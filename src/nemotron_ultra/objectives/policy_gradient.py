@@ -210,8 +210,7 @@ class _Tokens:
         error_B1 = rows_in_error(prox_BT, behav_BT, mask_BT, options.row_error)
         finite_BT = trained_BT & theta_BT.isfinite() & advantage_BT.isfinite()
         if options.ratio in ("token", "sequence"):
-            log_BT = theta_BT - prox_BT
-            finite_BT &= log_BT.isfinite() & (log_BT < exp_limit(log_BT.dtype))  # a ratio near 0 is a number
+            finite_BT &= _has_ratio(theta_BT - prox_BT, advantage_BT, options)
         if options.weighted:
             finite_BT &= weights.finite_BT
         known_BT = finite_BT & prox_BT.isfinite()
@@ -259,8 +258,18 @@ def _log_ratio(x: _Tokens, options: PolicyGradientOptions) -> Tensor:
         return x.curr_BT - x.curr_BT.detach()
     log_ratio_BT = x.curr_BT - x.anchor_BT
     if options.ratio == "sequence":
-        return row_mean(log_ratio_BT, x.mask_BT * x.finite_BT).expand_as(log_ratio_BT)
-    return log_ratio_BT
+        log_ratio_BT = row_mean(log_ratio_BT, x.mask_BT * x.finite_BT).expand_as(log_ratio_BT)
+    return log_ratio_BT.clamp(max=exp_limit(log_ratio_BT.dtype))
+
+
+def _has_ratio(log_BT: Tensor, advantage_BT: Tensor, options: PolicyGradientOptions) -> Tensor:
+    """Where the ratio is a number, or larger than any but bounded by a clip; a ratio near 0 is a number."""
+    if options.cispo:
+        bounded_BT = torch.ones_like(log_BT, dtype=torch.bool)
+    else:
+        up, down = options.clip is not None, options.dual_clip is not None
+        bounded_BT = torch.where(advantage_BT > 0, up, down) | (advantage_BT == 0)
+    return log_BT.isfinite() & (bounded_BT | (log_BT < exp_limit(log_BT.dtype)))
 
 
 def _gain(
