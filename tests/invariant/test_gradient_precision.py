@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from nemotron_ultra.engine.grads import MasterWeights
 from nemotron_ultra.ops.cross_entropy import linear_cross_entropy
+from nemotron_ultra.precision.grads import MasterWeights
 
 VOCABULARY, WIDTH, TOKENS, MICRO_BATCHES = 512, 64, 256, 64
 ZIPF_V = 1.0 / torch.arange(1, VOCABULARY + 1)

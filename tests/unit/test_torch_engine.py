@@ -7,11 +7,11 @@ import torch
 
 from micro import joined, micro_batches, micro_engine, micro_model, objective, step, weights
 from nemotron_ultra.config.optim import OptimConfig
-from nemotron_ultra.engine.grads import first_non_finite, global_norm
 from nemotron_ultra.engine.recompute import recompute_blocks
 from nemotron_ultra.engine.schedule import Schedule
 from nemotron_ultra.engine.torch_engine import TorchEngine
 from nemotron_ultra.errors import CheckpointError, NonFiniteError
+from nemotron_ultra.precision.grads import first_non_finite, global_norm
 
 
 def same(one, other):

@@ -20,13 +20,13 @@ from nemotron_ultra.config.optim import OptimConfig
 from nemotron_ultra.data.batch import TokenBatch
 from nemotron_ultra.engine.adamw import AdamW
 from nemotron_ultra.engine.base import Metrics, Objective
-from nemotron_ultra.engine.grads import MasterWeights, first_non_finite, global_norm
 from nemotron_ultra.engine.schedule import Schedule
 from nemotron_ultra.errors import CheckpointError, NonFiniteError
 from nemotron_ultra.model.hybrid import HybridLM, ModelOutput
 from nemotron_ultra.model.router import RouterStats
 from nemotron_ultra.model.score import score
 from nemotron_ultra.ops.routing import updated_bias
+from nemotron_ultra.precision.grads import MasterWeights, first_non_finite, global_norm
 
 
 class TorchEngine:

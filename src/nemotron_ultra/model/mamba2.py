@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.model.cache import Cache, MambaState
-from nemotron_ultra.model.linear import Linear
+from nemotron_ultra.model.linear import Linear, Product
 from nemotron_ultra.ops.conv import causal_conv_silu_window
 from nemotron_ultra.ops.linear import linear
 from nemotron_ultra.ops.mamba_interior import InteriorSizes, mamba_interior
@@ -18,12 +18,14 @@ from nemotron_ultra.ops.ssd import ssd_scan
 from nemotron_ultra.ops.step import conv_step, ssd_step
 
 
+def recycling_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
 class Projection(Linear):
     """Linear whose results, the widest of the model, lie in memory that the next layer or step uses again."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return linear(x, self.weight.to(x.dtype), bias)
+    product: Product = staticmethod(recycling_product)
 
 
 class Mamba2Mixer(nn.Module):

@@ -16,7 +16,6 @@ from nemotron_ultra.data.batch import TokenBatch
 from nemotron_ultra.data.tokenizer import Tokenizer, load_tokenizer
 from nemotron_ultra.engine.base import Objective
 from nemotron_ultra.engine.checkpoint import load_checkpoint, save_checkpoint
-from nemotron_ultra.engine.grads import first_non_finite
 from nemotron_ultra.engine.recompute import recompute_blocks
 from nemotron_ultra.engine.schedule import Schedule
 from nemotron_ultra.engine.torch_engine import TorchEngine
@@ -25,6 +24,7 @@ from nemotron_ultra.generation.sampler import Sampler
 from nemotron_ultra.model.hf_folder import load_model, save_model
 from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.observe.console import Console
+from nemotron_ultra.precision.grads import first_non_finite
 from nemotron_ultra.rl.teachers import Teachers
 from nemotron_ultra.trainers.hooks import Hook
 from nemotron_ultra.trainers.run_folder import RunFolder

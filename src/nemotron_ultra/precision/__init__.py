@@ -1,0 +1,1 @@
+"""Formats of products and gradients, applied to the finished model from outside by rules on module names."""
