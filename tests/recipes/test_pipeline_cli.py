@@ -20,9 +20,9 @@ STAGES = [
     "pretrain",
     "sft",
     "student",
-    "teacher_chain_sum",
-    "teacher_spell_backward",
-    "teacher_letter_counting",
+    "teacher_sums",
+    "teacher_equations",
+    "teacher_matrices",
     "mopd",
 ]
 
@@ -50,7 +50,7 @@ def micro_chain(folder, corpus):
     ]
     shipped["evaluation"] = {"max_new_tokens": 4}
     shipped["stages"][-1]["overrides"] = ["rollout.group_size=1", "trainer.micro_batch_size=3"]
-    sft = ["tasks.only=[letter_counting]", "trainer.steps=24", "trainer.sample_every=0"]
+    sft = ["tasks.only=[matrices]", "trainer.steps=24", "trainer.sample_every=0"]
     shipped["stages"][1]["overrides"] = [*sft, "trainer.global_batch_size=8", "trainer.micro_batch_size=8"]
     shipped["stages"][0]["overrides"].append("trainer.global_batch_size=4")
     (folder / "chains").mkdir(parents=True)
@@ -88,15 +88,15 @@ def test_every_stage_leaves_a_run_and_scores(whole):
     scores, recovery = table(whole)
     assert list(scores) == STAGES and scores["pretrain"] is None
     assert all(
-        set(of) == {"chain_sum", "spell_backward", "letter_counting"} for of in list(scores.values())[1:]
+        set(of) == {"sums", "equations", "matrices"} for of in list(scores.values())[1:]
     )
-    assert set(recovery["domains"]) == {"chain_sum", "spell_backward", "letter_counting"}
+    assert set(recovery["domains"]) == {"sums", "equations", "matrices"}
     for name in STAGES:
         steps = [row["step"] for row in read_metrics(whole / name / "metrics.jsonl")]
         assert steps == list(range(1, 25 if name == "sft" else 3))
         assert (whole / name / "report.html").is_file()
     page = (whole / "report.html").read_text()
-    assert "Scores after every stage" in page and "teacher_chain_sum: " in page
+    assert "Scores after every stage" in page and "teacher_sums: " in page
 
 
 def test_the_same_command_again_does_nothing(whole, command, capsys):
@@ -121,7 +121,7 @@ def test_a_chain_stopped_twice_ends_with_the_same_table(whole, command, tmp_path
             assert pipeline.main(words) == 75
     assert pipeline.main(words) == 0
     assert table(tmp_path / "micro") == table(whole)
-    for name in ("student", "teacher_letter_counting", "mopd"):  # rewards and gaps moved them, equally
+    for name in ("student", "teacher_matrices", "mopd"):  # rewards and gaps moved them, equally
         assert digest(tmp_path / "micro", name) == digest(whole, name) != digest(whole, "sft")
 
 

@@ -7,7 +7,7 @@ from nemotron_ultra import load_model, train
 from nemotron_ultra.observe.catalog import undocumented
 from nemotron_ultra.observe.metrics import read_metrics
 
-DOMAINS = ("chain_sum", "spell_backward", "letter_counting")
+DOMAINS = ("sums", "equations", "matrices")
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +77,10 @@ def test_equal_rewards_teach_nothing(runs):
         (["loss=grpoo"], "no option 'grpoo' (did you mean 'grpo'?)"),
         (["loss.clip=[0.3,0.1]"], "loss.clip: got [0.3, 0.1]"),
         (["loss.icepop=[5,0.5]", "loss.tis=null"], "loss.icepop: got [5, 0.5]"),
-        (["tasks.only=[chain_sun]"], "no domain 'chain_sun' (did you mean 'chain_sum'?)"),
-        (["tasks.domains.chain_sum.environment=gym"], "tasks.domains.chain_sum.environment"),
-        (["tasks.domains.chain_sum.name=chain_sun"], "'chain_sun' (did you mean chain_sum"),
-        (["tasks.domains.chain_sum.args.min_term=2"], "tasks.domains.chain_sum.args: chain_sum cannot"),
+        (["tasks.only=[sum]"], "no domain 'sum' (did you mean 'sums'?)"),
+        (["tasks.domains.sums.environment=gym"], "tasks.domains.sums.environment"),
+        (["tasks.domains.sums.name=chain_sun"], "'chain_sun' (did you mean chain_sum"),
+        (["tasks.domains.sums.args.min_term=2"], "tasks.domains.sums.args: basic_arithmetic cannot"),
         (["rollout.group_size=1", "rollout.prompts_per_step=8"], "rollout.group_size: got 1"),
         (["data.sequence_length=32"], "the prompt is longer than the limit"),
         (["run.from=/nowhere"], "run.from: no such folder"),
@@ -96,10 +96,10 @@ def test_bad_input_of_grpo(runs, words, message, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["~teachers.folders.chain_sum"], "no teacher for the domain 'chain_sum'"),
+        (["~teachers.folders.sums"], "no teacher for the domain 'sums'"),
         (["teachers.strict=false"], "teachers.default"),
-        (["teachers.strict=false", "teachers.default=sums"], "no teacher 'sums'"),
-        (["teachers.folders.chain_sum=/nowhere"], "teachers.folders.chain_sum"),
+        (["teachers.strict=false", "teachers.default=sumz"], "no teacher 'sumz'"),
+        (["teachers.folders.sums=/nowhere"], "teachers.folders.sums"),
         (["advantage=leave_one_out"], "advantage.name: got leave_one_out"),
     ],
     ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
@@ -113,7 +113,7 @@ def test_bad_input_of_mopd(runs, words, message, capsys):
 def test_a_teacher_of_another_vocabulary_is_named(runs, capsys):
     other = task_overrides(runs, **{"run.name": "wide", "run.from": "null", "model.vocab_size": 4224})
     assert train.main(["recipe=sft", *other, "trainer.global_batch_size=8", "trainer.steps=1"]) == 0
-    words = {"run.name": "bad", "teachers.folders.letter_counting": runs / "wide"}
+    words = {"run.name": "bad", "teachers.folders.matrices": runs / "wide"}
     assert train.main(["recipe=mopd", *mopd_words(runs, **words)]) == 2
     said = capsys.readouterr().err
-    assert "teachers.folders.letter_counting: this teacher has another vocabulary" in said and "4224" in said
+    assert "teachers.folders.matrices: this teacher has another vocabulary" in said and "4224" in said

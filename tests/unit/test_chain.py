@@ -10,7 +10,7 @@ from nemotron_ultra import pipeline
 from nemotron_ultra.errors import ConfigError
 from nemotron_ultra.trainers.chain import Override, load_chain, plan_lines, quoted
 
-DOMAINS = ["chain_sum", "spell_backward"]
+DOMAINS = ["sums", "equations"]
 STAGES = [
     {"name": "pretrain", "recipe": "pretrain"},
     {"name": "sft", "recipe": "sft", "from": "pretrain"},
@@ -35,7 +35,7 @@ def chain_folder(tmp_path, **changes):
 
 
 def mine(tmp_path, *overrides, **changes):
-    narrow = ["tasks.only=[chain_sum,spell_backward]", "teacher_*:tasks.only=[chain_sum]"]
+    narrow = ["tasks.only=[sums,equations]", "teacher_*:tasks.only=[sums]"]
     return load_chain("mine", [*narrow, *overrides], chain_folder(tmp_path, **changes))
 
 
@@ -45,7 +45,7 @@ def changed(number, **changes):
 
 def test_stages_are_expanded_and_linked(tmp_path):
     chain = mine(tmp_path, "run.dir=somewhere")
-    names = ["pretrain", "sft", "student", "teacher_chain_sum", "teacher_spell_backward", "mopd"]
+    names = ["pretrain", "sft", "student", "teacher_sums", "teacher_equations", "mopd"]
     assert [stage.name for stage in chain.stages] == names
     assert chain.student.name == "student" and chain.mopd.name == "mopd"
     mopd = chain.mopd.config
@@ -91,9 +91,9 @@ def test_shipped_chain_composes():
         ({"stages": changed(1, steps=4)}, "stages.1.steps: unknown key"),
         (
             {"stages": changed(4, teachers="tutor_{domain}")},
-            "its teacher 'tutor_chain_sum' is no stage before",
+            "its teacher 'tutor_sums' is no stage before",
         ),
-        ({"domains": ["chain_sum", "spel_backward"]}, "no domain 'spel_backward'.*'spell_backward'"),
+        ({"domains": ["sums", "equation"]}, "no domain 'equation'.*'equations'"),
         ({"common": ["optim.lr=abc"]}, "stage pretrain: .*optim.lr"),
         (
             {"stages": changed(2, overrides=["tasks.validation_problems=9"])},

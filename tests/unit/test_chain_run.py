@@ -17,9 +17,9 @@ from nemotron_ultra.trainers.chain_run import recovery, run_chain, summary, tabl
 SCORES = {
     "sft": (0.4, 0.4, 0.4),
     "student": (0.5, 0.5, 0.6),
-    "teacher_chain_sum": (0.9, 0.2, 0.6),
-    "teacher_spell_backward": (0.3, 0.8, 0.6),
-    "teacher_letter_counting": (0.3, 0.2, 0.5),
+    "teacher_sums": (0.9, 0.2, 0.6),
+    "teacher_equations": (0.3, 0.8, 0.6),
+    "teacher_matrices": (0.3, 0.2, 0.5),
     "mopd": (0.7, 0.8, 0.6),
 }
 
@@ -106,12 +106,12 @@ def test_table_and_recovery(chain):
     finish_all(chain)
     found = summary(chain)
     assert found["recovery"]["domains"] == pytest.approx(
-        {"chain_sum": 0.5, "spell_backward": 1.0, "letter_counting": None}
+        {"sums": 0.5, "equations": 1.0, "matrices": None}
     )
     assert found["recovery"]["mean"] == pytest.approx(0.75)
     lines = table_lines(found)
     assert lines[0].split() == ["score", "in", "%", *chain.domains, "mean"]
-    assert lines[3].split() == ["teacher_chain_sum", "90.0*", "20.0", "60.0", "56.7"]
+    assert lines[3].split() == ["teacher_sums", "90.0*", "20.0", "60.0", "56.7"]
     assert lines[-2].split() == ["recovery", "50", "100", "-", "75"]
 
 

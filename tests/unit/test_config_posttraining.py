@@ -18,7 +18,7 @@ from nemotron_ultra.config.teachers import TeachersConfig
 from nemotron_ultra.errors import BackendError, ConfigError
 
 LAPTOP = Machine(cores=2, memory_bytes=16 * 10**9, gpus=())
-TASKS = {"domains": {"sums": {"name": "chain_sum"}, "words": {"name": "spell_backward", "weight": 3}}}
+TASKS = {"domains": {"sums": {"name": "chain_sum"}, "words": {"name": "equations", "weight": 3}}}
 
 
 def mistakes(recipe: str, *overrides: str) -> list[str]:
@@ -87,46 +87,46 @@ def mistakes(recipe: str, *overrides: str) -> list[str]:
             ["advantage.overlong=penalty", "advantage.overlong_buffer=25"],
             "advantage.overlong_buffer: 25 is above rollout.max_new_tokens 24",
         ),
-        ("sft", ["tasks.only=[chain_sun]"], "tasks.only: no domain 'chain_sun' (did you mean 'chain_sum'?)"),
+        ("sft", ["tasks.only=[sumz]"], "tasks.only: no domain 'sumz' (did you mean 'sums'?)"),
         (
             "sft",
-            ["tasks.domains.chain_sum.environment=reasoning_gim"],
-            "tasks.domains.chain_sum.environment: got 'reasoning_gim' (did you mean 'reasoning_gym'?)",
+            ["tasks.domains.sums.environment=reasoning_gim"],
+            "tasks.domains.sums.environment: got 'reasoning_gim' (did you mean 'reasoning_gym'?)",
         ),
         (
             "sft",
-            ["tasks.domains.chain_sum.weight=0"],
-            "tasks.domains.chain_sum.weight: got 0; allowed: number",
+            ["tasks.domains.sums.weight=0"],
+            "tasks.domains.sums.weight: got 0; allowed: number",
         ),
         (
             "mopd",
-            ["~teachers.folders.chain_sum"],
-            "teachers.domains: no teacher for the domain 'chain_sum'; add",
+            ["~teachers.folders.sums"],
+            "teachers.domains: no teacher for the domain 'sums'; add",
         ),
         (
             "mopd",
-            ["teachers.domains.chian_sum=chain_sum"],
-            "teachers.domains.chian_sum: no such domain in tasks",
+            ["teachers.domains.smus=sums"],
+            "teachers.domains.smus: no such domain in tasks",
         ),
         (
             "mopd",
-            ["teachers.domains.chain_sum=chian_sum"],
-            "teachers.domains.chain_sum: no teacher 'chian_sum' (did you mean 'chain_sum'?)",
+            ["teachers.domains.sums=smus"],
+            "teachers.domains.sums: no teacher 'smus' (did you mean 'sums'?)",
         ),
         (
             "mopd",
-            ["teachers.strict=false", "teachers.default=chain_sums"],
-            "teachers.default: no teacher 'chain_sums' (did you mean 'chain_sum'?)",
+            ["teachers.strict=false", "teachers.default=sumss"],
+            "teachers.default: no teacher 'sumss' (did you mean 'sums'?)",
         ),
         (
             "mopd",
             ["teachers.strict=false"],
-            "teachers.default: strict=false needs a teacher; allowed: chain_sum",
+            "teachers.default: strict=false needs a teacher; allowed: sums",
         ),
         (
             "mopd",
-            ["teachers.default=chain_sum"],
-            "teachers.default: 'chain_sum' has no effect with strict=true",
+            ["teachers.default=sums"],
+            "teachers.default: 'sums' has no effect with strict=true",
         ),
         ("grpo", ["run.from_=x"], "run.from_: unknown key, got 'x' (did you mean 'from'?)"),
     ],
@@ -170,7 +170,7 @@ def test_options_of_groups_that_may_be_missing(tmp_path):
         "# Bare\ndefaults: [base, override trainer: sft, override data: tasks, _self_]\n"
     )
     assert (
-        load_recipe("bare", ["tasks=puzzles", "schedule=constant"], tmp_path).tasks.validation_problems == 100
+        load_recipe("bare", ["tasks=puzzles", "schedule=constant"], tmp_path).tasks.validation_problems == 200
     )
     assert load_recipe("pretrain", ["tasks=null"]).tasks is None
 
@@ -192,8 +192,8 @@ def test_teacher_of_a_domain():
 
 
 def test_a_domain_left_out_of_training_needs_no_teacher():
-    config = load_recipe("mopd", ["~teachers.folders.chain_sum", "tasks.only=[spell_backward]"])
-    assert list(config.tasks.trained) == ["spell_backward"]
+    config = load_recipe("mopd", ["~teachers.folders.sums", "tasks.only=[equations]"])
+    assert list(config.tasks.trained) == ["equations"]
 
 
 def test_a_trailing_underscore_is_no_part_of_a_key(tmp_path):
@@ -216,7 +216,7 @@ def test_only_keys_of_fields_lose_an_underscore():
 
 
 def test_plan_of_runs_on_tasks_is_an_upper_bound():
-    text = "\n".join(make_plan(load_recipe("grpo", ["tasks.only=[chain_sum]"])).lines())
+    text = "\n".join(make_plan(load_recipe("grpo", ["tasks.only=[sums]"])).lines())
     assert "100 steps of at most 16,384 tokens" in text
     assert "16 prompts x 8 of at most 24 new tokens, 1 of 3 domains" in text
     assert "at most" not in "\n".join(make_plan(load_recipe("pretrain")).lines())
