@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from nemotron_ultra.config.hf_tensors import TensorSpec, layer_tensors, mtp_tensors
 from nemotron_ultra.config.model import BLOCK_LETTERS, ModelConfig
+from nemotron_ultra.config.policy import PolicyTable, config_modules, plan_policy
 from nemotron_ultra.config.run import RunConfig
 
 
@@ -56,6 +57,7 @@ class Plan:
 
     model: ModelConfig
     parameters: ParameterCount
+    precision: PolicyTable
     sequence_length: int
     flops_by_block: dict[str, float]
     weight_bytes: int
@@ -102,11 +104,16 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Readable rows, one string each."""
-        return [*_model_lines(self), *_memory_lines(self), *_schedule_lines(self)]
+        return [
+            *_model_lines(self),
+            *_precision_lines(self),
+            *_memory_lines(self),
+            *_schedule_lines(self),
+        ]
 
 
 def make_plan(run: RunConfig) -> Plan:
-    """The plan of a run. Costs about a millisecond whatever the size of the model."""
+    """The plan of a run. Costs a few milliseconds whatever the size of the model."""
     parameters = count_parameters(run.model)
     tokens_per_step = run.trainer.global_batch_size * run.data.sequence_length
     stored = 4 if run.precision.weights == "fp32" else 2
@@ -114,6 +121,7 @@ def make_plan(run: RunConfig) -> Plan:
     return Plan(
         model=run.model,
         parameters=parameters,
+        precision=plan_policy(config_modules(run.model), run.precision, run.model),
         sequence_length=run.data.sequence_length,
         flops_by_block=flops_by_block(run.model, run.data.sequence_length),
         weight_bytes=stored * parameters.total,
@@ -281,6 +289,12 @@ def _model_lines(plan: Plan) -> Iterator[str]:
         f"compute      {_scaled(plan.flops_per_token, 'TGMk')}FLOP per token forward at "
         f"{plan.sequence_length:,} tokens, three times that to train; {plan.training_flops:.3g} for the run"
     )
+
+
+def _precision_lines(plan: Plan) -> Iterator[str]:
+    first, *rest = plan.precision.lines()
+    yield f"precision    {first}"
+    yield from (f"             {line}" for line in rest)
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from nemotron_ultra.config.base import NonNegative, config
+from nemotron_ultra.config.base import Fraction, NonNegative, config
 
 Format = Literal["fp32", "bf16", "mxfp8", "nvfp4"]
 PRECISE: tuple[Format, ...] = ("nvfp4", "mxfp8", "bf16", "fp32")
+BLOCK: dict[Format, int] = {"nvfp4": 16, "mxfp8": 32}
+"""Values along the contraction that share one scale."""
+SHARED_WITH_MTP = ("lm_head", "backbone.embeddings")
+"""Modules whose gradient is a sum over the main loss and every MTP depth."""
 
 
 @config
@@ -32,6 +38,20 @@ class Nvfp4Config:
     """Inputs that pass a random 16 x 16 Hadamard transform: those of the weight gradient, or none."""
     stochastic_rounding: Literal["none", "gradients"] = "gradients"
     """Tensors rounded stochastically; weights and activations round to nearest."""
+    scale_rule: Literal["te", "te_2_13", "four_over_six_mae", "four_over_six_mse"] = "te"
+    """How a block's scale follows from its largest value: the order of operations of Transformer Engine
+    2.14 and later, that of 2.13 and before, or the better of two scales (four-over-six, by its error)."""
+
+    @model_validator(mode="after")
+    def _four_over_six_is_for_finished_weights(self) -> Nvfp4Config:
+        used = [name for name in ("hadamard", "stochastic_rounding") if getattr(self, name) != "none"]
+        if self.scale_rule.startswith("four_over_six") and used:
+            raise ValueError(
+                f"scale_rule: got {self.scale_rule} with {' and '.join(used)}; allowed: te, te_2_13; "
+                "four-over-six is for weights after training (report Table 12) and has no form with either: "
+                f"set {' and '.join(f'{name}=none' for name in used)}, or use te"
+            )
+        return self
 
 
 @config
@@ -44,31 +64,79 @@ class PrecisionConfig:
     """Format of modules that no rule matches. On a CPU bf16 is storage only: products run in fp32."""
     rules: list[PrecisionRule] = Field(default_factory=list)
     """Ordered rules; the first match wins."""
-    last_layers: NonNegative = 0
-    """Layers at the end of the stack whose modules get at least `last_layers_format`."""
+    last_layers: NonNegative | None = None
+    """Layers at the end of the stack whose modules get at least `last_layers_format`; null takes
+    `last_share` of them."""
+    last_share: Fraction = 0.0
+    """Share of the stack at its end that `last_layers: null` stands for, to the nearest whole layer."""
     last_layers_format: Format = "bf16"
     """Lowest format inside the last layers."""
     gradients: Literal["fp32"] = "fp32"
     """Accumulation and reduction of gradients (report 2.7: BF16 loses the 0.05-scaled MTP gradient)."""
+    gradients_bf16: list[str] = Field(default_factory=list)
+    """Globs over names of modules or parameters whose gradients are accumulated in bf16 all the same."""
+    allow_bf16_head_gradients: bool = False
+    """Let `gradients_bf16` reach the head and the embedding while MTP is on: the failure of report 2.7, for
+    the experiment that shows it."""
     nvfp4: Nvfp4Config | None = None
-    """Blocks, transform and rounding of the nvfp4 products; null where no module uses the format."""
+    """Blocks, transform, rounding and scales of the nvfp4 products; null where no module uses the format."""
 
     @property
     def formats(self) -> list[str]:
         """Every format that the policy can give to a product, without repeats."""
-        tail = [self.last_layers_format] if self.last_layers else []
+        some = self.last_share if self.last_layers is None else self.last_layers
+        tail = [self.last_layers_format] if some else []
         return list(dict.fromkeys([self.default, *(rule.format for rule in self.rules), *tail]))
+
+    def kept_layers(self, num_layers: int) -> int:
+        """Layers at the end of a stack of `num_layers` that get at least `last_layers_format`."""
+        if self.last_layers is not None:
+            return min(self.last_layers, num_layers)
+        return math.floor(self.last_share * num_layers + 0.5)
 
     def format_of(self, module: str, num_layers: int) -> Format:
         """Format of a module named as in the checkpoint, such as backbone.layers.3.mixer.in_proj."""
         found = next((rule.format for rule in self.rules if fnmatchcase(module, rule.match)), self.default)
         layer = re.match(r"backbone\.layers\.(\d+)\.", module)
-        if layer and int(layer[1]) >= num_layers - self.last_layers:
+        if layer and int(layer[1]) >= num_layers - self.kept_layers(num_layers):
             return max(found, self.last_layers_format, key=PRECISE.index)
         return found
 
+    def gradient_format(self, parameter: str) -> Literal["fp32", "bf16"]:
+        """Format that the gradient of a parameter, such as lm_head.weight, is accumulated in."""
+        module = parameter.rpartition(".")[0]
+        lowered = any(fnmatchcase(name, glob) for glob in self.gradients_bf16 for name in (parameter, module))
+        return "bf16" if lowered else "fp32"
+
     @model_validator(mode="after")
-    def _nvfp4_is_described(self) -> PrecisionConfig:
-        if "nvfp4" in self.formats and self.nvfp4 is None:
-            raise ValueError("nvfp4: null, but a rule uses the format; give its options, {} for the report's")
+    def _consistent(self) -> PrecisionConfig:
+        problems = list(_problems(self))
+        if problems:
+            raise ValueError(" | ".join(problems))
         return self
+
+
+def gradient_problems(c: PrecisionConfig, mtp: bool) -> Iterator[str]:
+    """One line for each module shared with the MTP heads whose gradient the policy lowers."""
+    if not mtp or c.allow_bf16_head_gradients:
+        return
+    for module in SHARED_WITH_MTP:
+        if c.gradient_format(f"{module}.weight") == "bf16":
+            yield (
+                f"gradients_bf16: lowers {module} to bf16 while MTP is on; allowed: globs that leave it out; "
+                "a bf16 sum of many micro-batches loses the small MTP gradient of this shared matrix, the "
+                "divergence of report 2.7; allow_bf16_head_gradients=true is for the experiment on it"
+            )
+
+
+def _problems(c: PrecisionConfig) -> Iterator[str]:
+    if "nvfp4" in c.formats and c.nvfp4 is None:
+        yield "nvfp4: null, but a rule uses the format; give its options, {} for the report's"
+    first: dict[str, tuple[int, Format]] = {}
+    for number, rule in enumerate(c.rules):
+        earlier, before = first.setdefault(rule.match, (number, rule.format))
+        if before != rule.format:
+            yield (
+                f"rules.{number}: got {rule.format} for {rule.match!r}, rules.{earlier} has {before} for it; "
+                "allowed: one format for one glob"
+            )

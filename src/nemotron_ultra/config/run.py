@@ -16,7 +16,8 @@ from nemotron_ultra.config.loss import PolicyGradientOptions
 from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.config.optim import OptimConfig, ScheduleConfig
 from nemotron_ultra.config.parallel import ClusterConfig, ParallelConfig
-from nemotron_ultra.config.precision import PrecisionConfig
+from nemotron_ultra.config.policy import config_modules, shape_problems
+from nemotron_ultra.config.precision import PrecisionConfig, gradient_problems
 from nemotron_ultra.config.rollout import RolloutConfig
 from nemotron_ultra.config.runtime import EngineConfig, LogConfig
 from nemotron_ultra.config.stages import stage_problems
@@ -91,7 +92,12 @@ class RunConfig:
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        problems = [*_schedule_problems(self), *_layout_problems(self), *stage_problems(self)]
+        problems = [
+            *_schedule_problems(self),
+            *_layout_problems(self),
+            *_precision_problems(self),
+            *stage_problems(self),
+        ]
         if problems:
             raise ValueError(" | ".join(problems))
         return self
@@ -112,6 +118,14 @@ def _schedule_problems(c: RunConfig):
                 f"data.alternates: a step of {c.tokens_per_step:,} tokens is not a whole number of rows of "
                 f"{alternate.sequence_length:,}"
             )
+
+
+def _precision_problems(c: RunConfig):
+    found = [
+        *gradient_problems(c.precision, mtp=bool(c.model.depths)),
+        *shape_problems(config_modules(c.model), c.precision, c.model),
+    ]
+    yield from (f"precision.{problem}" for problem in found)
 
 
 def _layout_problems(c: RunConfig):

@@ -4,7 +4,6 @@ run.json.
 
 from __future__ import annotations
 
-import fnmatch
 from typing import Any
 
 import torch
@@ -126,13 +125,8 @@ def precision_rows(model: HybridLM, precision: PrecisionConfig, device: torch.de
 
 
 def format_of(name: str, precision: PrecisionConfig, layers: int) -> str:
-    """Format that the first matching rule gives to a module; the last layers come before all rules."""
-    parts = name.split(".")
-    inside = parts[:2] == ["backbone", "layers"] and int(parts[2]) >= layers - precision.last_layers
-    if inside and precision.last_layers:
-        return precision.last_layers_format
-    found = (rule.format for rule in precision.rules if fnmatch.fnmatchcase(name, rule.match))
-    return next(found, precision.default)
+    """Format that the policy gives to a module of a stack of `layers`."""
+    return precision.format_of(name, layers)
 
 
 def _products(asked: str, module: nn.Module, device: torch.device) -> str:
