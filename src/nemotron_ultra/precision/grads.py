@@ -8,7 +8,7 @@ head's gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -23,15 +23,26 @@ class MasterWeights:
     """The FP32 side of a model's trainable parameters, by name.
 
     `masters[name]` is an FP32 parameter whose `.grad` is the FP32 gradient summed since `clear()`.
+    format_of: "fp32" or "bf16" for a parameter's name: the buffer that its micro-batches are added up in;
+    bf16 shows the report's failure. own_operands: names of weights that their products convert by themselves.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]):
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        format_of: Callable[[str], str] | None = None,
+        own_operands: Collection[str] = (),
+    ):
         self.weights = {name: p for name, p in parameters if p.requires_grad}
         self.masters = {name: self._master(p) for name, p in self.weights.items()}
+        self.lowered = {name for name in self.weights if format_of and format_of(name) == "bf16"}
+        self.buffers: dict[str, Tensor] = {}
+        self._own_operands = frozenset(own_operands) if _GRAD_DTYPE else frozenset()
+        moved = {name: self._mover(master) for name, master in self.separate.items()}
+        moved |= {name: self._lowering_mover(name) for name in self.lowered}
         self._handles = [
-            weight.register_post_accumulate_grad_hook(self._mover(self.masters[name]))
-            for name, weight in self.weights.items()
-            if self.masters[name] is not weight
+            self.weights[name].register_post_accumulate_grad_hook(move) for name, move in moved.items()
         ]
 
     @property
@@ -48,11 +59,23 @@ class MasterWeights:
         return nn.Parameter(weight.detach().float())
 
     @staticmethod
-    def _mover(master: nn.Parameter):
+    def _mover(master: nn.Parameter) -> Callable[[Tensor], None]:
         def move(weight: Tensor) -> None:
             grad = weight.grad.float()
             weight.grad = None
             master.grad = grad if master.grad is None else master.grad.add_(grad)
+
+        return move
+
+    def _lowering_mover(self, name: str) -> Callable[[Tensor], None]:
+        """Adds into a bf16 buffer, one rounding an add."""
+
+        def move(weight: Tensor) -> None:
+            grad = weight.grad
+            weight.grad = None
+            self.buffers[name] = (
+                self.buffers[name].add_(grad) if name in self.buffers else grad.to(torch.bfloat16)
+            )
 
         return move
 
@@ -61,9 +84,10 @@ class MasterWeights:
         """On a CPU 16-bit weights are float32 inside: cast once for all micro-batches, gradients unrounded.
 
         Products cast their weight to float32 there anyway and keep the copy for the backward. A GPU computes
-        in the stored dtype.
+        in the stored dtype, and so does a product with operands of its own.
         """
-        cast = {name: self.weights[name] for name in self.separate if self.weights[name].device.type == "cpu"}
+        names = [name for name in self.separate if name not in self._own_operands]
+        cast = {name: self.weights[name] for name in names if self.weights[name].device.type == "cpu"}
         stored = {name: weight.data for name, weight in cast.items()}
         try:
             for weight in cast.values():
@@ -75,9 +99,13 @@ class MasterWeights:
 
     def gradients(self) -> dict[str, Tensor]:
         """FP32 gradients of the parameters that took part."""
+        for name, buffer in self.buffers.items():
+            self.masters[name].grad = buffer.float()
+        self.buffers = {}
         return {name: m.grad for name, m in self.masters.items() if m.grad is not None}
 
     def clear(self) -> None:
+        self.buffers = {}
         for master in self.masters.values():
             master.grad = None
 
