@@ -16,7 +16,7 @@ from nemotron_ultra.config.data import DataConfig
 from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.config.optim import OptimConfig, ScheduleConfig
 from nemotron_ultra.config.parallel import ParallelConfig
-from nemotron_ultra.config.precision import PrecisionConfig
+from nemotron_ultra.config.precision import Nvfp4Config, PrecisionConfig
 from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.config.runtime import EngineConfig
 from nemotron_ultra.config.schema import all_keys, field_texts, type_text
@@ -76,7 +76,26 @@ MISTAKES = [
     (DataConfig, {"phases": [{"sources": {"a": {"path": "x", "weight": 0}}}]}, "all weights are 0"),
     (ParallelConfig, {"sequence": True}, "sequence: true has no effect with tensor 1"),
     (PrecisionConfig, {"name": "x", "default": "fp4"}, "default: got 'fp4'"),
+    (
+        PrecisionConfig,
+        {"name": "x", "default": "fp4"},
+        "(did you mean 'nvfp4'?); allowed: fp32 | bf16 | mxfp8",
+    ),
+    (PrecisionConfig, {"name": "x", "default": "bfloat16"}, "(did you mean 'bf16'?)"),
     (PrecisionConfig, {"name": "x", "default": "nvfp4"}, "nvfp4: null, but a rule uses the format"),
+    (
+        PrecisionConfig,
+        {"name": "x", "rules": [{"match": "a*", "format": "bf16"}, {"match": "a*", "format": "fp32"}]},
+        "rules.1: got fp32 for 'a*', rules.0 has bf16 for it; allowed: one format for one glob",
+    ),
+    (PrecisionConfig, {"name": "x", "last_share": 1.5}, "last_share: got 1.5; allowed: number >= 0 and < 1"),
+    (
+        PrecisionConfig,
+        {"name": "x", "nvfp4": {"scale_rule": "four_over_six_mse", "hadamard": "none"}},
+        "nvfp4.scale_rule: got four_over_six_mse with stochastic_rounding; allowed: te, te_2_13",
+    ),
+    (Nvfp4Config, {"scale_rule": "four_over_six_mae"}, "set hadamard=none and stochastic_rounding=none"),
+    (Nvfp4Config, {"scale_rule": "te_2.13"}, "scale_rule: got 'te_2.13' (did you mean 'te_2_13'?)"),
     (
         EngineConfig,
         {"name": "torch", "megatron": {}},

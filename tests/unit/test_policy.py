@@ -10,6 +10,7 @@ import torch
 from micro import micro_model
 from nemotron_ultra.config.compose import load_recipe
 from nemotron_ultra.config.plan import flops_by_block
+from nemotron_ultra.config.policy import which
 from nemotron_ultra.config.precision import PrecisionConfig, PrecisionRule
 from nemotron_ultra.errors import ConfigError
 from nemotron_ultra.model.hybrid import HybridLM
@@ -113,6 +114,30 @@ def test_super_keeps_14_layers():
     assert found.policy.kept_layers(88) == 14 and max(found.layers("nvfp4")) == 73
     assert found.layers("nvfp4", "routed experts") == at(pattern, "E", 74)
     assert found.layers("nvfp4", "Mamba in_proj") == found.layers("mxfp8") == at(pattern, "M", 74)
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [
+        ((1, 4, 6), "E 1-6"),
+        ((1, 4), "E 1-4"),
+        ((1, 6), "1, 6"),
+        ((0, 1, 2, 5), "0-2, 5"),
+        ((3,), "* 3"),
+        (tuple(range(7)), "0-6"),
+        ((), ""),
+    ],
+)
+def test_rows_name_their_layers_exactly(layers, text):
+    assert which(layers, "MEM*EME") == text
+
+
+def test_facts_and_summary_name_layers():
+    (row,) = [
+        row for row in ultra().facts() if (row["format"], row["modules"]) == ("nvfp4", "routed experts")
+    ]
+    assert (row["which"], row["layers"], row["share of parameters"]) == ("E 1-90", 40, "76.6 %")
+    assert "routed experts (E 1-90)" in ultra().summary()[0] and len(ultra().summary()) == 4
 
 
 def test_tiny_is_mostly_nvfp4():

@@ -22,7 +22,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Modules = Mapping[str, Shapes]
 """Modules that own parameters, in the order of the model: name -> shapes."""
 
-OTHER = "norms, biases, convolutions, A, D, dt"
+OTHER = "norms, conv1d, A, D, dt"
 _KINDS = {
     "embeddings": "embedding",
     "lm_head": "head",
@@ -62,10 +62,14 @@ class PolicyTable:
     """What a policy does to one model. `formats` holds every module that multiplies by its weights."""
 
     policy: PrecisionConfig
-    num_layers: int
+    pattern: str
     formats: Mapping[str, Format]
     rows: tuple[PolicyRow, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.pattern)
 
     @property
     def parameters(self) -> int:
@@ -97,7 +101,7 @@ class PolicyTable:
                 "format": row.format,
                 "modules": row.kind,
                 "layers": len(row.layers) or "",
-                "which": ranges(row.layers),
+                "which": which(row.layers, self.pattern),
                 "parameters": row.parameters,
                 "share of parameters": percent(row.parameters / self.parameters),
                 "share of GEMM FLOPs": percent(row.flops / self.flops),
@@ -109,7 +113,7 @@ class PolicyTable:
         """A line per format, for the start panel."""
         return [
             f"{format}: {percent(self.parameter_share(format))} of parameters, "
-            f"{percent(self.flop_share(format))} of GEMM FLOPs ({self._kinds(format)})"
+            f"{percent(self.flop_share(format))} of GEMM FLOPs: {self._kinds(format)}"
             for format in self.used()
         ]
 
@@ -118,11 +122,11 @@ class PolicyTable:
         kept = self.policy.kept_layers(self.num_layers)
         last = f"; last {kept} of {self.num_layers} layers at least {self.policy.last_layers_format}"
         head = f"{self.policy.name}: weights {self.policy.weights}, gradients {self._gradients()}"
-        titles = f"{'format':<8}{'modules':<40}{'layers':>6}{'parameters':>17}{'share':>9}{'GEMM FLOPs':>12}"
-        rows = [self._line(row.format, row.kind, len(row.layers), [row]) for row in self.rows]
+        titles = f"{'format':<8}{'modules':<24}{'layers':>6}  {'which':<10}"
+        titles += f"{'parameters':>16}{'share':>9}{'GEMM FLOPs':>12}"
+        rows = [self._line(row.format, row.kind, row.layers, [row]) for row in self.rows]
         totals = [
-            self._line(format, "together", len(self.layers(format)), self._of(format))
-            for format in self.used()
+            self._line(format, "together", self.layers(format), self._of(format)) for format in self.used()
         ]
         return [head + (last if kept else ""), titles, *rows, *totals, *self.warnings]
 
@@ -130,16 +134,19 @@ class PolicyTable:
         return [row for row in self.rows if row.format == format]
 
     def _kinds(self, format: Format) -> str:
-        return ", ".join(dict.fromkeys(row.kind for row in self._of(format)))
+        rows = [(row.kind, which(row.layers, self.pattern)) for row in self._of(format)]
+        return ", ".join(f"{kind} ({layers})" if layers else kind for kind, layers in rows)
 
     def _gradients(self) -> str:
         lowered = ", ".join(self.policy.gradients_bf16)
         return self.policy.gradients + (f" but bf16 for {lowered}" if lowered else "")
 
-    def _line(self, format: Format, kind: str, layers: int, rows: list[PolicyRow]) -> str:
+    def _line(self, format: Format, kind: str, layers: tuple[int, ...], rows: list[PolicyRow]) -> str:
         parameters, flops = (sum(row.parameters for row in rows), sum(row.flops for row in rows))
         share, work = percent(parameters / self.parameters), percent(flops / self.flops)
-        return f"{format:<8}{kind:<40}{layers or '-':>6}{parameters:>17,}{share:>9}{work:>12}"
+        where = "" if kind == "together" else which(layers, self.pattern)
+        start = f"{format:<8}{kind:<24}{len(layers) or '-':>6}  {where:<10}"
+        return f"{start}{parameters:>16,}{share:>9}{work:>12}"
 
 
 def plan_policy(modules: Modules, precision: PrecisionConfig, model: ModelConfig) -> PolicyTable:
@@ -168,7 +175,7 @@ def plan_policy(modules: Modules, precision: PrecisionConfig, model: ModelConfig
     rows = [PolicyRow(*key, tuple(sorted(layers)), *rest) for key, (layers, *rest) in groups.items()]
     rows.sort(key=lambda row: (PRECISE.index(row.format), -row.parameters))
     warnings = tuple(_warnings(modules, formats, precision))
-    return PolicyTable(precision, model.num_layers, formats, tuple(rows), warnings)
+    return PolicyTable(precision, model.pattern, formats, tuple(rows), warnings)
 
 
 def config_modules(model: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -231,8 +238,14 @@ def shape_problems(modules: Modules, precision: PrecisionConfig, model: ModelCon
             )
 
 
-def ranges(layers: tuple[int, ...]) -> str:
-    """(0, 1, 2, 7) -> "0-2, 7"."""
+def which(layers: tuple[int, ...], pattern: str) -> str:
+    """Exactly these layers in few letters: "E 1-90" is every E from layer 1 to 90, "0-2, 7" needs none."""
+    if not layers:
+        return ""
+    first, last, letter = layers[0], layers[-1], pattern[layers[0]]
+    alike = tuple(i for i in range(first, last + 1) if pattern[i] == letter)
+    if layers == alike:
+        return f"{letter} {first}-{last}" if first < last else f"{letter} {first}"
     starts = [i for i in layers if i - 1 not in layers]
     ends = [i for i in layers if i + 1 not in layers]
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
