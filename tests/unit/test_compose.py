@@ -60,7 +60,7 @@ def test_mistakes_in_options_words_and_values_come_together():
     lines = text.splitlines()
     assert lines[0] == "5 mistakes in the configuration:"
     assert "foo: not an override" in text
-    assert "model: no option 'ulta' (did you mean 'ultra'?); allowed: nano, super, tiny, ultra" in text
+    assert "model: no option 'ulta' (did you mean 'ultra'?); allowed: mini, nano, super, tiny, ultra" in text
     assert "trainer.stpes: unknown key, got 3 (did you mean 'steps'?)" in text
     assert "optim.lr: got 'abc'; allowed: number > 0" in text
     assert "min_lr" not in text, "what is computed from a wrong value is no mistake of its own"
