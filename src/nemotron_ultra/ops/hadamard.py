@@ -1,8 +1,8 @@
-"""y = x R in chunks of 16, R = diag(s) H / 4: the random Hadamard transform before the weight gradient (report 2.2).
+"""y = x R in chunks of 16, R = diag(s) H / 4: random Hadamard transform of the weight gradient (report 2.2).
 
-H is the 16 x 16 Sylvester matrix and s the fixed signs of Transformer Engine, the same for all layers and steps.
-R R^T = I, so two operands that are both transformed give the product of the plain ones. Inputs are bfloat16, sums
-float32, and the result is rounded to bfloat16 once.
+H is the 16 x 16 Sylvester matrix, s the fixed signs of Transformer Engine, the same for all layers and steps.
+R R^T = I, so two operands that are both transformed give the product of the plain ones. Inputs are bfloat16,
+sums float32, and the result is rounded to bfloat16 once.
 """
 
 from __future__ import annotations
@@ -43,25 +43,26 @@ def hadamard(x_bf16: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, down: bool) -> Tensor:
-    """The transform of float32 [..., R, C] along C, or down the rows along R, rounded to bfloat16.
+    """The transform of float32 [R, C] along C, or down the rows, rounded to bfloat16.
 
     -> float32 scratch memory, valid until the next call of this thread.
     """
     matrix = rotation(x.device)
     y = scratch.take("hadamard.y", x.shape, x)
     if down:
-        chunks = x.reshape(-1, CHUNK, x.shape[-1])
+        chunks = x.view(-1, CHUNK, x.shape[1])
         torch.bmm(matrix.T.expand(len(chunks), -1, -1), chunks, out=y.view(chunks.shape))
     else:
-        torch.mm(x.reshape(-1, CHUNK), matrix, out=y.view(-1, CHUNK))
-    return y.copy_(y.to(torch.bfloat16))
+        torch.mm(x.view(-1, CHUNK), matrix, out=y.view(-1, CHUNK))
+    short = scratch.take("hadamard.short", x.shape, rotation(x.device, torch.bfloat16))
+    return y.copy_(short.copy_(y))
 
 
 @lru_cache(maxsize=8)
-def rotation(device: torch.device) -> Tensor:
+def rotation(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """R [16, 16], exact in float32 and in bfloat16."""
     matrix = torch.ones(1, 1)
     for _ in range(4):
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     with torch.inference_mode(False):
-        return (torch.tensor(SIGNS, dtype=torch.float32)[:, None] * matrix / 4).to(device)
+        return (torch.tensor(SIGNS, dtype=torch.float32)[:, None] * matrix / 4).to(device, dtype)

@@ -18,7 +18,6 @@ LARGEST = 6.0
 EXPONENT = 0x7F800000
 # An ulp of this many p is p / 2: what is added to it is rounded to that step.
 MAGIC = 1.5 * 2**22
-CODE_OF_NAN = 7
 
 
 def power_of_two(v: Tensor, least: float, most: float, out: Tensor) -> Tensor:
@@ -30,7 +29,7 @@ def power_of_two(v: Tensor, least: float, most: float, out: Tensor) -> Tensor:
 def round_nearest_(v: Tensor, saturate: bool = True) -> Tensor:
     """Nearest E2M1 value, ties to the even code, in place. `saturate=False` where |v| < 7 is known.
 
-    A negative v may become +0; the sign of its code comes from v (`codes`).
+    A negative v may become +0; the sign of its code comes from elsewhere (`packed_codes`).
     """
     step = power_of_two(v, 1, 4, scratch.take("nvfp4.step", v.shape, v))
     v.add_(step, alpha=MAGIC).sub_(step, alpha=MAGIC)
@@ -38,7 +37,7 @@ def round_nearest_(v: Tensor, saturate: bool = True) -> Tensor:
 
 
 def round_stochastic_(v: Tensor, noise: Tensor) -> Tensor:
-    """v + noise * step rounded to nearest, in place: up with the probability of v's place between its neighbours.
+    """v + noise * step to nearest, in place: up with a probability that is v's place between its neighbours.
 
     noise: uniform in (-1/2, 1/2), of at most 22 bits, so that a value of the grid stays where it is.
     """
@@ -60,17 +59,21 @@ def round_with_bytes_(v: Tensor, random_bits: Tensor) -> Tensor:
     return v.copy_(torch.copysign(magnitude, v))
 
 
-def codes(elements: Tensor, signed: Tensor) -> Tensor:
-    """Codes [..., K] uint8 of exact E2M1 numbers; the sign bit is that of `signed` (-0.0 has code 8)."""
-    halves = elements.abs().mul_(2).to(torch.int32)
-    table = _index_of_halves(elements.device)
-    index = table.index_select(0, halves.flatten()).view(elements.shape)
-    return index.add_(torch.signbit(signed).to(torch.uint8).mul_(8))
+def packed_codes(elements: Tensor, signed: Tensor) -> Tensor:
+    """Exact E2M1 numbers float32 [R, K] -> bytes [R, K / 2], element 2j in the low half of byte j.
 
-
-def pack(code: Tensor) -> Tensor:
-    """Codes [..., K] -> bytes [..., K / 2]: element 2j in the low half of byte j, 2j + 1 in the high half."""
-    return code[..., 1::2].bitwise_left_shift(4).bitwise_or_(code[..., 0::2])
+    The sign bits are those of `signed` float32, so that -0.0 and small negative numbers have code 8.
+    """
+    magnitude = torch.abs(elements, out=scratch.take("nvfp4.v", elements.shape, elements))
+    spare = scratch.take("nvfp4.step", elements.shape, elements)
+    # 0.75 in the place of 0.5 makes exponent and upper mantissa bit count the grid: 253 to 259.
+    torch.maximum(magnitude, torch.mul(magnitude, 1.5, out=spare).clamp_(max=0.75), out=magnitude)
+    code, sign = magnitude.view(torch.int32), spare.view(torch.int32)
+    code.bitwise_right_shift_(22).sub_(252).clamp_(min=0)
+    code |= torch.bitwise_right_shift(signed.view(torch.int32), 28, out=sign).bitwise_and_(8)
+    pairs = code.view(torch.int64)
+    low = torch.bitwise_right_shift(pairs, 28, out=sign.view(torch.int64)).bitwise_or_(pairs)
+    return low.bitwise_and_(255).to(torch.uint8)
 
 
 def unpack(packed: Tensor) -> Tensor:
@@ -81,15 +84,6 @@ def unpack(packed: Tensor) -> Tensor:
 def decode(code: Tensor) -> Tensor:
     """Codes uint8 -> float32 numbers, code 8 -> -0.0."""
     return _numbers(code.device).index_select(0, code.flatten().to(torch.int32)).view(code.shape)
-
-
-@lru_cache(maxsize=8)
-def _index_of_halves(device: torch.device) -> Tensor:
-    table = torch.zeros(13, dtype=torch.uint8)
-    for index, magnitude in enumerate(MAGNITUDES):
-        table[int(2 * magnitude)] = index
-    with torch.inference_mode(False):
-        return table.to(device)
 
 
 @lru_cache(maxsize=8)
