@@ -122,7 +122,7 @@ def test_a_recipe_for_a_cluster_says_what_it_needs(name):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["precision=nvfp4"], "precision nvfp4: the torch engine has no mxfp8, nvfp4 products"),
+        (["precision=nvfp4", "precision.weights=fp32"], "weights fp32, products in bf16 (MTP)"),
         (["precision=bf16", "precision.default=fp32"], "weights bf16, products in fp32"),
         (["engine=megatron"], "engine: needs megatron, this version has torch only"),
         (["engine.device=cuda"], "devices: needs a GPU (engine.device=cuda)"),
@@ -144,7 +144,7 @@ def test_what_this_version_cannot_do_is_refused(overrides, expected):
     assert any(expected in line for line in found), found
 
 
-@pytest.mark.parametrize("overrides", [[], ["precision=bf16"], ["schedule=cosine", "log=wandb"]])
+@pytest.mark.parametrize("overrides", [[], ["precision=bf16"], ["precision=nvfp4"], ["schedule=cosine", "log=wandb"]])
 def test_what_runs_here(overrides):
     assert list(shortfalls(load_recipe("pretrain", overrides), LAPTOP)) == []
     assert this_machine().cores >= 1
@@ -156,7 +156,7 @@ def test_the_run_starts_only_when_all_is_well(cli, monkeypatch):
     started = []
     monkeypatch.setattr(pretrain, "run", lambda config: started.append(config.trainer.steps) or 75)
     assert cli("recipe=pretrain", "trainer.steps=3")[0] == 75
-    assert cli("recipe=pretrain", "precision=nvfp4")[0] == 5
+    assert cli("recipe=pretrain", "engine=megatron")[0] == 5
     assert started == [3]
 
 

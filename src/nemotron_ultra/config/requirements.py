@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 
 from nemotron_ultra.config.plan import Plan, make_plan
+from nemotron_ultra.config.policy import config_modules, plan_policy
 from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.errors import BackendError
-
-TORCH_FORMATS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -87,15 +86,14 @@ def _torch_limits(config: RunConfig) -> Iterator[str]:
     ranks = max(config.parallel.smallest_world, config.cluster.gpus, config.cluster.nodes)
     if ranks > 1:
         yield f"parallel: needs {ranks} processes, the torch engine runs one"
-    unknown = [name for name in config.precision.formats if name not in TORCH_FORMATS]
-    if unknown:
-        yield f"precision {config.precision.name}: the torch engine has no {', '.join(unknown)} products"
-    elif config.precision.formats != [config.precision.weights]:
-        found = ", ".join(config.precision.formats)
-        yield (
-            f"precision {config.precision.name}: weights {config.precision.weights}, products in {found}; "
-            "the torch engine computes every layer in the format of its weights"
-        )
+    stored, name = config.precision.weights, config.precision.name
+    table = plan_policy(config_modules(config.model), config.precision, config.model)
+    for row in table.rows:
+        if row.flops and "router" not in row.kind and row.format in {"fp32", "bf16"} - {stored}:
+            yield (
+                f"precision {name}: weights {stored}, products in {row.format} ({row.kind}); the torch "
+                "engine emulates nvfp4 and mxfp8, and computes all other layers in the format of their weights"
+            )
     if config.trainer.weight_hash_every:
         yield "trainer.weight_hash_every: the torch engine does not do this; leave it at its default"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from nemotron_ultra.model.score import score
 from nemotron_ultra.ops.routing import updated_bias
 from nemotron_ultra.precision.grads import MasterWeights, first_non_finite, global_norm
 
+if TYPE_CHECKING:
+    from nemotron_ultra.precision.apply import AppliedPolicy
+
 
 class TorchEngine:
     """Runs a HybridLM on one device.
@@ -36,6 +39,7 @@ class TorchEngine:
     tokens that each expert got in the global batch (int64 [MoE layers, E], rows named by `router_names`) and
     `residual_norm_L` the RMS of the residual stream after each layer.
     tokens_per_step: by how much a step moves the schedule; None: by the tokens of its batches.
+    policy: the precision policy that was put in place on `model`; None: every product is a plain one.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class TorchEngine:
         *,
         router_bias_rate: float = 1e-3,
         tokens_per_step: float | None = None,
+        policy: AppliedPolicy | None = None,
     ):
         self.model, self.schedule, self.tokens_per_step = model, schedule, tokens_per_step
         self.clip, self.router_bias_rate = optim.clip, router_bias_rate
@@ -54,7 +59,13 @@ class TorchEngine:
         self.residual_norm_L: Tensor | None = None
         self.router_names: list[str] = []
         self.device = next(model.parameters()).device
-        self.master = MasterWeights(model.named_parameters())
+        self.policy = policy
+        self.precision = None if policy is None else policy.state
+        self.master = MasterWeights(
+            model.named_parameters(),
+            format_of=None if policy is None else policy.gradient_format,
+            own_operands=() if policy is None else policy.own_operands,
+        )
         self._documents: list[str] = []
         self._pending_tokens = 0
         self.optimizer = AdamW(self.master.masters, optim)
@@ -104,7 +115,8 @@ class TorchEngine:
         self.step += 1
         self.tokens += self._pending_tokens
         self._pending_tokens = 0
-        return {"grad_norm": float(norm), "lr": lr}
+        counted = {} if self.precision is None else {"precision/non_finite": self.precision.take_non_finite()}
+        return {"grad_norm": float(norm), "lr": lr, **counted}
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[TokenBatch], objective: Objective) -> Metrics:
@@ -135,6 +147,7 @@ class TorchEngine:
             "master": {name: m.detach() for name, m in self.master.separate.items()},
             "optimizer": self.optimizer.state_dict(),
             "rng": _rng_state(),
+            "precision": {} if self.precision is None else self.precision.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -149,6 +162,9 @@ class TorchEngine:
                 master.copy_(state["master"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         _set_rng_state(state["rng"])
+        rounding = state.get("precision", {})
+        if self.precision is not None and rounding:
+            self.precision.load_state_dict(rounding)
 
     def _schedule_tokens(self) -> float:
         """Where this step stands in the schedule, its own tokens included."""

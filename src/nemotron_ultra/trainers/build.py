@@ -24,6 +24,7 @@ from nemotron_ultra.generation.sampler import Sampler
 from nemotron_ultra.model.hf_folder import load_model, save_model
 from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.observe.console import Console
+from nemotron_ultra.precision.apply import apply_policy
 from nemotron_ultra.precision.grads import first_non_finite
 from nemotron_ultra.rl.teachers import Teachers
 from nemotron_ultra.trainers.hooks import Hook
@@ -109,11 +110,12 @@ def build_model(config: RunConfig, device: torch.device, resuming: bool = False)
 
 
 def build_engine(config: RunConfig, model: HybridLM) -> TorchEngine:
-    """The torch engine with the run's schedule.
+    """The torch engine with the run's schedule, on the model with the run's precision policy.
 
     Rows of pretraining are full. Conversations and rollouts are shorter than data.sequence_length, so there a
     step moves the schedule by the tokens it may have: warmup and decay end at the steps that the plan says.
     """
+    policy = apply_policy(model, config.precision, seed=config.run.seed)
     if config.engine.recompute:
         recompute_blocks(model)
     schedule = Schedule.from_config(config.schedule, peak=config.optim.lr, run_tokens=config.total_tokens)
@@ -123,13 +125,17 @@ def build_engine(config: RunConfig, model: HybridLM) -> TorchEngine:
         schedule,
         router_bias_rate=config.trainer.router_bias_rate,
         tokens_per_step=None if config.trainer.name == "pretrain" else config.tokens_per_step,
+        policy=policy,
     )
 
 
 def build_generator(config: RunConfig, model: HybridLM) -> Sampler:
-    """A generator with a model of its own, of the same shape and dtype; it waits for published weights."""
+    """A generator with a model of its own, of the same shape and precision; it waits for published
+    weights.
+    """
     weight = model.lm_head.weight
     twin = HybridLM(model.config, device=weight.device, dtype=weight.dtype).requires_grad_(False).eval()
+    apply_policy(twin, config.precision)
     return Sampler(twin, max_slots=config.rollout.max_slots)
 
 

@@ -7,32 +7,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 import nemotron_ultra
-from nemotron_ultra.config.model import BLOCK_LETTERS, ModelConfig
 from nemotron_ultra.config.plan import Plan, make_plan
-from nemotron_ultra.config.precision import PrecisionConfig
-from nemotron_ultra.model.hybrid import HybridLM
-from nemotron_ultra.model.norm import RMSNorm
-from nemotron_ultra.model.router import Router
+from nemotron_ultra.config.policy import PolicyTable
 from nemotron_ultra.observe.machine import machine_facts
 from nemotron_ultra.observe.numbers import compact
 from nemotron_ultra.ops import table
 from nemotron_ultra.trainers.build import Run
 
 Row = tuple[str, str]
+EMULATED = ("nvfp4", "mxfp8")
 
 
 def describe(run: Run) -> None:
     """Print the start panel and write the same facts, and more, to run.json."""
     plan = make_plan(run.config)
-    precision = precision_rows(run.engine.model, run.config.precision, run.engine.device)
+    policy, device = run.engine.policy.table, run.engine.device
     data, backends = run.stream.describe(), backend_rows(run)
     run.folder.record(
         version=nemotron_ultra.__version__,
         **plan_facts(plan),
-        precision=precision,
+        precision=precision_rows(policy, device),
         backends=backends,
         machine=machine_facts(),
         data=data,
@@ -43,7 +39,7 @@ def describe(run: Run) -> None:
         },
     )
     ops = "\n".join(f"{row['operation']} by {row['backend']}: {row['why']}" for row in backends)
-    run.console.panel(panel_rows(run, plan, _precision_line(precision), ops, data))
+    run.console.panel(panel_rows(run, plan, precision_text(policy, device), ops, data))
 
 
 def panel_rows(run: Run, plan: Plan, precision: str, ops: str, data: dict[str, Any]) -> list[Row]:
@@ -101,54 +97,44 @@ def data_line(run: Run, data: dict[str, Any]) -> str:
     return f"{', '.join(named)}{goal}; tokenizer {run.tokenizer.name}, {run.tokenizer.vocab_size} ids"
 
 
-def precision_rows(model: HybridLM, precision: PrecisionConfig, device: torch.device) -> list[dict[str, Any]]:
-    """What each kind of weight is stored, multiplied and differentiated in."""
-    groups: dict[tuple[str, str, str], int] = {}
-    for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if own:
-            asked = format_of(name, precision, len(model.backbone.layers))
-            stored = _SHORT.get(own[0].dtype, str(own[0].dtype))
-            key = (_kind(name, model.config), stored, _products(asked, module, device))
-            groups[key] = groups.get(key, 0) + sum(p.numel() for p in own)
+def precision_rows(policy: PolicyTable, device: torch.device) -> list[dict[str, Any]]:
+    """The policy's table, and how each format is computed here."""
     return [
-        {
-            "layers": kind,
-            "parameters": count,
-            "weights": stored,
-            "products": products,
-            "gradients": precision.gradients,
-            "master and moments": "fp32",
+        row
+        | {
+            "weights": policy.policy.weights,
+            "computed": computed(row["format"], device),
+            "gradients": _gradients(policy),
         }
-        for (kind, stored, products), count in groups.items()
+        for row in policy.facts()
     ]
 
 
-def format_of(name: str, precision: PrecisionConfig, layers: int) -> str:
-    """Format that the policy gives to a module of a stack of `layers`."""
-    return precision.format_of(name, layers)
+def computed(format: str, device: torch.device) -> str:
+    """What multiplies the operands of a format: a CPU is slow in bf16, and no product here is FP4 or FP8."""
+    multiplied = "fp32" if device.type == "cpu" else "bf16"
+    if format in EMULATED:
+        return f"emulated: operands exact, products in {multiplied}"
+    return "fp32" if format == "fp32" else multiplied
 
 
-def _products(asked: str, module: nn.Module, device: torch.device) -> str:
-    """Router and norms compute in fp32 everywhere, a CPU all the rest too: 16-bit products are slow there."""
-    return "fp32" if device.type == "cpu" or isinstance(module, Router | RMSNorm) else asked
+def precision_text(policy: PolicyTable, device: torch.device) -> str:
+    """One phrase where nothing is quantised, else a line per format; warnings of rules without effect."""
+    end = "gradients, masters and moments fp32"
+    if policy.policy.gradients_bf16:
+        end = f"gradients {_gradients(policy)}; masters and moments fp32"
+    stored = f"weights {policy.policy.weights}"
+    emulated = [format for format in policy.used() if format in EMULATED]
+    if not emulated:
+        products = computed(policy.policy.weights, device)
+        return "\n".join([f"{stored}, products {products}, {end}", *policy.warnings])
+    how = f"{', '.join(emulated)} {computed(emulated[0], device)}"
+    return "\n".join([*policy.summary(), how, f"{stored}, {end}", *policy.warnings])
 
 
-def _kind(name: str, config: ModelConfig) -> str:
-    """mamba in_proj, moe experts, norms, mtp ...: the layer's number left out."""
-    parts = name.split(".")
-    if parts[0] == "mtp":
-        return "mtp"
-    if parts[-1] in ("norm", "norm_f"):
-        return "norms"
-    if parts[:2] == ["backbone", "layers"]:
-        return " ".join(
-            [BLOCK_LETTERS[config.pattern[int(parts[2])]], ".".join(parts[4:]) or "A_log, D, dt_bias"]
-        )
-    return parts[-1]
-
-
-_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+def _gradients(policy: PolicyTable) -> str:
+    lowered = ", ".join(policy.policy.gradients_bf16)
+    return policy.policy.gradients + (f" but bf16 for {lowered}" if lowered else "")
 
 
 def plan_facts(plan: Plan) -> dict[str, Any]:
@@ -183,17 +169,6 @@ def backend_rows(run: Run) -> list[dict[str, str]]:
         }
         for row in used
     ]
-
-
-def _precision_line(rows: list[dict[str, Any]]) -> str:
-    """One phrase where all layers are alike, else the layers of each format."""
-    ways: dict[str, list[str]] = {}
-    for row in rows:
-        ways.setdefault(f"weights {row['weights']}, products {row['products']}", []).append(row["layers"])
-    end = "gradients, masters and moments fp32"
-    if len(ways) == 1:
-        return f"{next(iter(ways))}, {end}"
-    return "\n".join([*(f"{way}: {', '.join(dict.fromkeys(names))}" for way, names in ways.items()), end])
 
 
 def _device_line(run: Run) -> str:
