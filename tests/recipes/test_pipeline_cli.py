@@ -22,7 +22,7 @@ STAGES = [
     "student",
     "teacher_sums",
     "teacher_equations",
-    "teacher_matrices",
+    "teacher_complex",
     "mopd",
 ]
 
@@ -50,7 +50,7 @@ def micro_chain(folder, corpus):
     ]
     shipped["evaluation"] = {"max_new_tokens": 4}
     shipped["stages"][-1]["overrides"] = ["rollout.group_size=1", "trainer.micro_batch_size=3"]
-    sft = ["tasks.only=[matrices]", "trainer.steps=24", "trainer.sample_every=0"]
+    sft = ["tasks.only=[complex]", "trainer.steps=24", "trainer.sample_every=0"]
     shipped["stages"][1]["overrides"] = [*sft, "trainer.global_batch_size=8", "trainer.micro_batch_size=8"]
     shipped["stages"][0]["overrides"].append("trainer.global_batch_size=4")
     (folder / "chains").mkdir(parents=True)
@@ -88,9 +88,9 @@ def test_every_stage_leaves_a_run_and_scores(whole):
     scores, recovery = table(whole)
     assert list(scores) == STAGES and scores["pretrain"] is None
     assert all(
-        set(of) == {"sums", "equations", "matrices"} for of in list(scores.values())[1:]
+        set(of) == {"sums", "equations", "complex"} for of in list(scores.values())[1:]
     )
-    assert set(recovery["domains"]) == {"sums", "equations", "matrices"}
+    assert set(recovery["domains"]) == {"sums", "equations", "complex"}
     for name in STAGES:
         steps = [row["step"] for row in read_metrics(whole / name / "metrics.jsonl")]
         assert steps == list(range(1, 25 if name == "sft" else 3))
@@ -121,7 +121,7 @@ def test_a_chain_stopped_twice_ends_with_the_same_table(whole, command, tmp_path
             assert pipeline.main(words) == 75
     assert pipeline.main(words) == 0
     assert table(tmp_path / "micro") == table(whole)
-    for name in ("student", "teacher_matrices", "mopd"):  # rewards and gaps moved them, equally
+    for name in ("student", "teacher_complex", "mopd"):  # rewards and gaps moved them, equally
         assert digest(tmp_path / "micro", name) == digest(whole, name) != digest(whole, "sft")
 
 

@@ -7,7 +7,7 @@ from nemotron_ultra import load_model, train
 from nemotron_ultra.observe.catalog import undocumented
 from nemotron_ultra.observe.metrics import read_metrics
 
-DOMAINS = ("sums", "equations", "matrices")
+DOMAINS = ("sums", "equations", "complex")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_bad_input_of_mopd(runs, words, message, capsys):
 def test_a_teacher_of_another_vocabulary_is_named(runs, capsys):
     other = task_overrides(runs, **{"run.name": "wide", "run.from": "null", "model.vocab_size": 4224})
     assert train.main(["recipe=sft", *other, "trainer.global_batch_size=8", "trainer.steps=1"]) == 0
-    words = {"run.name": "bad", "teachers.folders.matrices": runs / "wide"}
+    words = {"run.name": "bad", "teachers.folders.complex": runs / "wide"}
     assert train.main(["recipe=mopd", *mopd_words(runs, **words)]) == 2
     said = capsys.readouterr().err
-    assert "teachers.folders.matrices: this teacher has another vocabulary" in said and "4224" in said
+    assert "teachers.folders.complex: this teacher has another vocabulary" in said and "4224" in said

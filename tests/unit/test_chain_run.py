@@ -19,7 +19,7 @@ SCORES = {
     "student": (0.5, 0.5, 0.6),
     "teacher_sums": (0.9, 0.2, 0.6),
     "teacher_equations": (0.3, 0.8, 0.6),
-    "teacher_matrices": (0.3, 0.2, 0.5),
+    "teacher_complex": (0.3, 0.2, 0.5),
     "mopd": (0.7, 0.8, 0.6),
 }
 
@@ -106,7 +106,7 @@ def test_table_and_recovery(chain):
     finish_all(chain)
     found = summary(chain)
     assert found["recovery"]["domains"] == pytest.approx(
-        {"sums": 0.5, "equations": 1.0, "matrices": None}
+        {"sums": 0.5, "equations": 1.0, "complex": None}
     )
     assert found["recovery"]["mean"] == pytest.approx(0.75)
     lines = table_lines(found)
