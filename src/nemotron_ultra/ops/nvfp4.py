@@ -1,8 +1,8 @@
 """x = code * scale * A / 2688: codes of 4 bits (E2M1), E4M3 scales per block of 16, A = max |x| of a tensor.
 
 Bit for bit the numbers of Transformer Engine >= 2.14; its older order and four-over-six by option (report 2.2
-and 5.2). `quantize` stores. `operand` gives code * scale for emulated products: y = (Ax Aw / 2688^2) (Vx Vw^T)
-is exact but for the order of the float32 sums, since code * scale has six bits at most. NaN and infinity follow
+and 5.2). `quantize` stores. `operand` gives code * scale for emulated products: (Ax Aw / 2688^2) (Vx Vw^T) is
+exact but for the order of the float32 sums, since code * scale has six bits at most. NaN and infinity follow
 the hardware: maxima do not see NaN, which becomes +6; an infinity becomes +-6 and makes A infinite.
 """
 
@@ -17,8 +17,9 @@ from nemotron_ultra.errors import ConfigError
 from nemotron_ultra.ops import nvfp4_elements as elements
 from nemotron_ultra.ops import nvfp4_rules as rules_of
 from nemotron_ultra.ops import nvfp4_scales as scales
+from nemotron_ultra.ops.blocks import slabs
 from nemotron_ultra.ops.hadamard import hadamard, rotate
-from nemotron_ultra.ops.nvfp4_encode import Draws, Encoded, Slices, encode, slabs
+from nemotron_ultra.ops.nvfp4_encode import Draws, Encoded, Slices, encode
 from nemotron_ultra.ops.nvfp4_rules import BLOCK
 from nemotron_ultra.ops.scratch import recycled
 
@@ -117,7 +118,9 @@ def quantize(
     signed = signed.masked_fill(signed.isnan(), 0) if nonfinite else signed
     stored = scales.e4m3_bytes(found.scales)
     return NVFP4Tensor(
-        codes=torch.cat([elements.packed_codes(numbers[rows], signed[rows]) for rows in slabs(signed)]),
+        codes=torch.cat(
+            [elements.packed_codes(numbers[rows], signed[rows]) for rows in slabs(signed, BLOCK)]
+        ),
         scales=stored.repeat_interleave(BLOCK, 0) if rules.tile else stored,
         amax=found.amax,
         shape=tuple(x.shape),

@@ -20,14 +20,14 @@ def four_over_six(
     out: Tensor,
     grid: Tensor,
     amax: Tensor,
-    scale: Tensor,
+    scale: Tensor | float,
     rules: Rules,
     down: bool,
     scaled: bool,
 ) -> Tensor:
     """Write E2M1 numbers of x [R, C], times their scales if `scaled`, to `out`; -> scales of the grid."""
     if down and not rules.tile:
-        turned = (t.mT if t.ndim > 1 else t for t in (grid, amax, scale))
+        turned = (t.mT if isinstance(t, Tensor) and t.ndim > 1 else t for t in (grid, amax, scale))
         return four_over_six(x.mT, out.mT, *turned, rules, False, scaled).mT
     blocks = x.float().unflatten(-1, (-1, BLOCK))
     base = scales.sixth_of(grid).mul_(scale)

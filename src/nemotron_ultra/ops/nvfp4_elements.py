@@ -64,7 +64,7 @@ def packed_codes(elements: Tensor, signed: Tensor) -> Tensor:
 
     The sign bits are those of `signed` float32, so that -0.0 and small negative numbers have code 8.
     """
-    magnitude = torch.abs(elements, out=scratch.take("nvfp4.v", elements.shape, elements))
+    magnitude = torch.abs(elements, out=scratch.take("blocks.v", elements.shape, elements))
     spare = scratch.take("nvfp4.step", elements.shape, elements)
     # 0.75 in the place of 0.5 makes exponent and upper mantissa bit count the grid: 253 to 259.
     torch.maximum(magnitude, torch.mul(magnitude, 1.5, out=spare).clamp_(max=0.75), out=magnitude)

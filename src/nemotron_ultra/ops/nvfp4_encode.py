@@ -6,7 +6,7 @@ copy. Tiles of 16 x 16 are read as blocks down the rows whose scales repeat.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,20 @@ from torch import Tensor
 
 from nemotron_ultra.ops import nvfp4_elements as elements
 from nemotron_ultra.ops import nvfp4_scales as scales
+from nemotron_ultra.ops.blocks import (
+    block_maxima,
+    float32_like,
+    grid_rows,
+    row_maxima_,
+    scale_blocks,
+    slabs,
+)
 from nemotron_ultra.ops.nvfp4_choice import four_over_six
-from nemotron_ultra.ops.nvfp4_random import LONGEST, noise_like
+from nemotron_ultra.ops.nvfp4_random import noise_like
 from nemotron_ultra.ops.nvfp4_rules import BLOCK, Rules
 from nemotron_ultra.ops.scratch import scratch
 
-SLAB_ELEMENTS = 1 << 19
+CHEAP_BLOCKS = 1 << 13
 
 
 class Slices:
@@ -84,13 +92,14 @@ def encode(
     if x.numel() == 0:
         return _empty(x, rules, step, slices)
     grid = _maxima(x, rules, down)
-    largest = slices.largest(grid, step) if amax is None else amax
-    finite, nan = bool(torch.isfinite(largest).all()), None
+    own = slices.largest(grid, step)
+    finite, nan = math.isfinite((own if own.numel() == 1 else own.sum()).item()), None
     if not finite:  # maxima of the hardware do not see NaN
         nan = torch.isnan(x)
         x = x.masked_fill(nan, 0)
         grid = _maxima(x, rules, down)
-        largest = slices.largest(grid, step) if amax is None else amax
+        own = slices.largest(grid, step)
+    largest = own if amax is None else amax
     of_block = slices.spread(largest, grid, step)
     scale = scales.global_scale(of_block, rules.scale_max)
     if rules.four_over_six:
@@ -98,8 +107,7 @@ def encode(
     else:
         stored = scales.block_scale(grid, scale, rules.scale_rule == "te_2_13")
         factor = scales.encode_scale(stored, scale)
-        # Under a normal scale |v| < 6.4, which rounds to 6; a smaller one may be far below its block.
-        saturate = not finite or bool((stored.lt(scales.E4M3_SMALLEST_NORMAL) & grid.gt(0)).any())
+        saturate = not finite or amax is not None or _may_saturate(grid, stored)
         factor, back = (_along_memory(g, rules) for g in (factor, stored))
         _round(x, out, factor, back if scaled else None, rules, down, saturate, draws)
     if nan is not None:
@@ -109,20 +117,8 @@ def encode(
 
 def _maxima(x: Tensor, rules: Rules, down: bool) -> Tensor:
     """Grid of block maxima, float32: [R, C / 16], [R / 16, C] or, for tiles, [R / 16, C / 16]."""
-    parts = []
-    for rows in slabs(x):
-        part = x[rows]
-        magnitude = scratch.take("nvfp4.v", part.shape, _float32_like(x))
-        if x.dtype == torch.float32:
-            torch.abs(part, out=magnitude)
-        else:
-            magnitude.copy_(part).abs_()
-        if down:
-            parts.append(magnitude.view(-1, BLOCK, x.shape[1]).amax(1))
-        else:
-            parts.append(scales.row_block_max_(magnitude))
-    grid = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return scales.row_block_max_(grid) if rules.tile else grid
+    grid = block_maxima(x, BLOCK, down)
+    return row_maxima_(grid, BLOCK) if rules.tile else grid
 
 
 def _round(
@@ -136,13 +132,13 @@ def _round(
     draws: Draws,
 ) -> None:
     """out = E2M1(x * factor) * back, slab by slab."""
-    for rows in slabs(x):
+    for rows in slabs(x, BLOCK):
         source = x[rows]
-        of_grid = slice(rows.start // BLOCK, -(-rows.stop // BLOCK)) if down else rows
-        v = scratch.take("nvfp4.v", source.shape, _float32_like(x))
+        of_grid = grid_rows(rows, BLOCK, down)
+        v = scratch.take("blocks.v", source.shape, float32_like(x))
         if x.dtype != torch.float32:
             source = v.copy_(source)
-        scale_blocks(source, factor[of_grid], down, v)
+        scale_blocks(source, factor[of_grid], BLOCK, down, v)
         if rules.rounding == "nearest":
             elements.round_nearest_(v, saturate)
         elif draws.random_bits is not None:
@@ -152,14 +148,14 @@ def _round(
         if back is None:
             out[rows].copy_(v)
         else:
-            scale_blocks(v, back[of_grid], down, out[rows])
+            scale_blocks(v, back[of_grid], BLOCK, down, out[rows])
 
 
-def scale_blocks(x: Tensor, grid: Tensor, down: bool, out: Tensor) -> None:
-    """out = x times the number of its block; [R, C], contiguous."""
-    blocks = (-1, BLOCK, x.shape[1]) if down else (-1, BLOCK)
-    grid = grid.unsqueeze(1) if down else grid.reshape(-1, 1)
-    torch.mul(x.view(blocks), grid, out=out.view(blocks))
+def _may_saturate(grid: Tensor, stored: Tensor) -> bool:
+    """Under a normal scale |v| < 6.4, which rounds to 6; a smaller one may be far below its block's."""
+    if stored.numel() < CHEAP_BLOCKS or stored.device.type != "cpu":
+        return True  # holding elements to 6 takes less time than looking
+    return bool((stored.lt(scales.E4M3_SMALLEST_NORMAL) & grid.gt(0)).any())
 
 
 def _along_memory(grid: Tensor, rules: Rules) -> Tensor:
@@ -170,19 +166,8 @@ def _along_memory(grid: Tensor, rules: Rules) -> Tensor:
 def _nan_to_six_(out: Tensor, nan: Tensor, stored: Tensor, rules: Rules, down: bool, scaled: bool) -> None:
     six = torch.full(out.shape, elements.LARGEST, dtype=torch.float32, device=out.device)
     if scaled:
-        scale_blocks(six.clone(), _along_memory(stored, rules), down, six)
+        scale_blocks(six.clone(), _along_memory(stored, rules), BLOCK, down, six)
     out.copy_(torch.where(nan, six.to(out.dtype), out))
-
-
-def slabs(x: Tensor) -> Iterator[slice]:
-    """Slices of whole blocks of rows, of about SLAB_ELEMENTS."""
-    height = max(1, min(SLAB_ELEMENTS, LONGEST) // (x.shape[1] * BLOCK)) * BLOCK
-    for first in range(0, x.shape[0], height):
-        yield slice(first, min(first + height, x.shape[0]))
-
-
-def _float32_like(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float32 else torch.empty(0, dtype=torch.float32, device=x.device)
 
 
 def _empty(x: Tensor, rules: Rules, step: int, slices: Slices) -> Encoded:

@@ -6,11 +6,11 @@ block's, s the stored scale, e what elements are multiplied by. Up to 2.13 it wa
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nemotron_ultra.ops.nvfp4_elements import LARGEST, power_of_two
-from nemotron_ultra.ops.nvfp4_rules import BLOCK
 from nemotron_ultra.ops.scratch import scratch
 
 E4M3_LARGEST = 448.0
@@ -20,25 +20,10 @@ FLOAT_MAX = torch.finfo(torch.float32).max
 SIXTH = torch.tensor(1 / 6, dtype=torch.float32).item()
 
 
-def row_block_max_(magnitude: Tensor) -> Tensor:
-    """[R, C] -> [R, C / 16] maxima of 16 neighbours; magnitude is overwritten.
-
-    Halves against halves, then shifted views: a third of the time of a reduction over 16.
-    """
-    blocks = magnitude.view(-1, BLOCK)
-    half = scratch.take("nvfp4.half", (blocks.shape[0], 8), magnitude)
-    torch.maximum(blocks[:, :8], blocks[:, 8:], out=half)
-    left, right = half.view(-1), magnitude.view(-1)[: half.numel()]
-    for shift in (4, 2, 1):
-        torch.maximum(left[:-shift], left[shift:], out=right[:-shift])
-        left, right = right, left
-    return left[::8].clone(memory_format=torch.contiguous_format).view(*magnitude.shape[:-1], -1)
-
-
 def round_e4m3_(x: Tensor) -> Tensor:
-    """Non-negative float32 to the nearest E4M3 number, ties to even, at most 448, in place."""
-    x.clamp_(max=E4M3_LARGEST)
-    step = power_of_two(x, E4M3_SMALLEST_NORMAL, 2.0**8, torch.empty_like(x))
+    """float32 to the nearest E4M3 number, ties to even, of magnitude 448 at most, in place; NaN stays."""
+    x.clamp_(-E4M3_LARGEST, E4M3_LARGEST)
+    step = power_of_two(x, E4M3_SMALLEST_NORMAL, 2.0**8, scratch.take("e4m3.step", x.shape, x))
     return x.add_(step, alpha=E4M3_MAGIC).sub_(step, alpha=E4M3_MAGIC)
 
 
@@ -52,11 +37,22 @@ def e4m3_numbers(stored: Tensor) -> Tensor:
     return stored.view(torch.float8_e4m3fn).to(torch.float32)
 
 
-def global_scale(amax: Tensor, scale_max: float) -> Tensor:
-    """S = 6 * scale_max / A, at most the largest float; 1 for A = 0 and for A so large that S would be 0."""
+def global_scale(amax: Tensor, scale_max: float) -> Tensor | float:
+    """S = 6 * scale_max / A, at most the largest float; 1 for A = 0 and for A so large that S would be 0.
+
+    One A of a CPU gives a number: a chain of operations on one element takes as long as one on thousands.
+    """
+    if amax.numel() == 1 and amax.device.type == "cpu":
+        largest = amax.item()
+        return single(min(LARGEST * scale_max / largest, FLOAT_MAX)) or 1.0 if largest else 1.0
     # Two tensors: a number over a tensor, or on a GPU a tensor over a number, is a product with a reciprocal.
     scale = torch.div(amax.new_full((), LARGEST * scale_max), amax).clamp_(max=FLOAT_MAX)
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
+
+
+def single(x: float) -> float:
+    """x rounded to float32; exactly so for a product or quotient of two float32 numbers kept in float64."""
+    return float(np.float32(x))
 
 
 def sixth_of(block_amax: Tensor) -> Tensor:
@@ -64,13 +60,14 @@ def sixth_of(block_amax: Tensor) -> Tensor:
     return torch.div(block_amax, block_amax.new_full((), LARGEST))
 
 
-def block_scale(block_amax: Tensor, scale: Tensor, divide_first: bool) -> Tensor:
+def block_scale(block_amax: Tensor, scale: Tensor | float, divide_first: bool) -> Tensor:
     """s [...] float32, exact E4M3 numbers, from b [...] and S that broadcasts to it."""
     if divide_first:
         return round_e4m3_(sixth_of(block_amax).mul_(scale))
-    return round_e4m3_(block_amax * (scale * SIXTH))
+    return round_e4m3_(block_amax * (scale * SIXTH if isinstance(scale, Tensor) else single(scale * SIXTH)))
 
 
-def encode_scale(stored: Tensor, scale: Tensor) -> Tensor:
+def encode_scale(stored: Tensor, scale: Tensor | float) -> Tensor:
     """e = min(1 / (s * (1 / S)), largest float): from the rounded s; a block with s = 0 becomes 0 and +-6."""
-    return (stored * (1 / scale)).reciprocal_().clamp_(max=FLOAT_MAX)
+    share = scale.reciprocal() if isinstance(scale, Tensor) else single(1 / scale)
+    return (stored * share).reciprocal_().clamp_(max=FLOAT_MAX)
