@@ -92,7 +92,7 @@ def _torch_limits(config: RunConfig) -> Iterator[str]:
         if row.flops and "router" not in row.kind and row.format in {"fp32", "bf16"} - {stored}:
             yield (
                 f"precision {name}: weights {stored}, products in {row.format} ({row.kind}); the torch "
-                "engine emulates nvfp4 and mxfp8, and computes all other layers in the format of their weights"
+                "engine emulates nvfp4 and mxfp8 and computes the rest in the format of the weights"
             )
     if config.trainer.weight_hash_every:
         yield "trainer.weight_hash_every: the torch engine does not do this; leave it at its default"

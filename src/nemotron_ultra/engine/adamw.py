@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
 from nemotron_ultra.config.optim import OptimConfig
@@ -51,6 +52,8 @@ class AdamW:
                 eps=self.config.eps,
                 maximize=False,
             )
+        # The fused kernel writes without a new version, by which products know that a weight has changed.
+        increment_version([self.masters[name] for name in names])
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "steps": self.steps}

@@ -70,11 +70,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "precision/non_finite",
         "elements",
-        "NaN and infinite elements of tensors that were quantised in this step: the 4-bit and 8-bit codes have "
-        "neither, so the loss may look healthy",
+        "NaN and infinite elements of tensors that were quantised in this step: the codes have neither, so "
+        "the loss may look healthy",
         "0; only in runs with nvfp4 or mxfp8 layers",
-        "an activation or gradient overflowed: look at the residual norms of the layers, lower optim.lr, go back "
-        "to an earlier checkpoint",
+        "an activation or gradient overflowed: look at the residual norms of the layers, lower optim.lr, go "
+        "back to an earlier checkpoint",
     ),
     Metric(
         "lr",
