@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemotron_ultra.config.precision import Nvfp4Config
-from nemotron_ultra.ops import nvfp4
+from nemotron_ultra.ops import mxfp8, nvfp4
 from nemotron_ultra.ops.scratch import scratch
 
 _FLOAT = torch.empty(0)
@@ -113,8 +113,6 @@ class Mxfp8:
         self.tally = tally
 
     def rows(self, x_MK: Tensor) -> Operand:
-        from nemotron_ultra.ops import mxfp8
-
         return Operand(mxfp8.operand(wide(x_MK), tally=self.tally))
 
     def weight(self, weight_NK: Tensor) -> tuple[Operand, Operand]:
@@ -128,8 +126,6 @@ class Mxfp8:
         return self.input_by_token(dy_MN)
 
     def input_by_token(self, x_MK: Tensor) -> Operand:
-        from nemotron_ultra.ops import mxfp8
-
         return Operand(mxfp8.operand(wide(x_MK), axis=-2, tally=self.tally)).T
 
 
