@@ -1,6 +1,6 @@
 """Training step in emulated NVFP4 beside the float32 step of the same model, CPU.
 
-    python benchmarks/nvfp4_step.py [--steps 6] [--precision nvfp4] [--parts] [--threads 1]
+    python benchmarks/nvfp4_step.py [--steps 6] [--precision nvfp4] [--parts] [--threads 1] [OVERRIDE ...]
 
 The model has the layers of configs/model/tiny.yaml at hidden size 256 (every other width scaled with it).
 Both sides run the torch engine, forward, backward and AdamW on the same batches, in turn in one process. CPU
@@ -38,15 +38,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Side:
     """One engine; `step` returns the CPU seconds of a whole training step."""
 
-    def __init__(self, precision: str):
-        overrides = [f"model.{name}={value}" for name, value in WIDTHS.items()]
-        self.config = config = load_recipe("pretrain", [*overrides, f"precision={precision}"])
+    def __init__(self, precision: str, overrides: list[str]):
+        widths = [f"model.{name}={value}" for name, value in WIDTHS.items()]
+        self.config = config = load_recipe("pretrain", [*widths, f"precision={precision}", *overrides])
         model = HybridLM(config.model, dtype=DTYPES[config.precision.weights])
         model.init_weights(0)
         self.policy = apply_policy(model, config.precision)
         schedule = Schedule(name="constant", peak=1e-4, total_tokens=1e9)
         self.engine = TorchEngine(model, config.optim, schedule, policy=self.policy)
-        self.objective = NextToken(mtp_loss_scale=0.1, balance_coefficient=1e-2, mtp_depths=2)
+        self.objective = NextToken(
+            mtp_loss_scale=0.1, balance_coefficient=1e-2, mtp_depths=config.model.depths
+        )
 
     def step(self, batches: list[TokenBatch]) -> tuple[float, float]:
         """(CPU seconds, loss)."""
@@ -67,10 +69,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("overrides", nargs="*", help="of both sides; precision.* of the low one only")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     draw = torch.Generator().manual_seed(0)
-    sides = [Side("fp32"), Side(options.precision)]
+    plain = [word for word in options.overrides if not word.startswith("precision.")]
+    sides = [Side("fp32", plain), Side(options.precision, options.overrides)]
     shape = (options.micro_batches, options.rows, options.length)
     ids = torch.randint(sides[0].config.model.vocab_size, shape, generator=draw)
     batches = [TokenBatch.from_documents(rows.tolist()) for rows in ids]
@@ -87,9 +91,7 @@ def main() -> None:
         f"{ids.numel():,} tokens in {options.micro_batches} micro-batch(es), {options.threads} thread(s), "
         f"CPU seconds, best of {options.steps}: fp32 {single:.3f}, {options.precision} {low:.3f}"
     )
-    print(
-        f"{options.precision} / fp32: {ratio:.2f} (median of neighbouring steps), {low / single:.2f} (best)"
-    )
+    print(f"{options.precision} / fp32: {ratio:.2f} (median of pairs), {low / single:.2f} (best steps)")
 
 
 def parts(side: Side, batches: list[TokenBatch]) -> None:
