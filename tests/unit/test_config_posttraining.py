@@ -64,7 +64,7 @@ def mistakes(recipe: str, *overrides: str) -> list[str]:
         ("grpo", ["loss.tis=null", "loss.icepop=[5,0.5]"], "loss.icepop: got [5, 0.5]; allowed: [low, high]"),
         (
             "grpo",
-            ["trainer.global_batch_size=64"],
+            ["trainer.global_batch_size=64", "trainer.micro_batch_size=8"],
             "trainer.global_batch_size: 64 is not rollout.prompts_per",
         ),
         ("grpo", ["rollout.max_new_tokens=128"], "rollout.max_new_tokens: 128 leaves no room for a prompt"),
