@@ -1,4 +1,4 @@
-"""x = element * scale: E4M3 elements, an E8M0 scale 2^ceil(log2(b / 448)) per 32 of them (OCP MX; report 2.2).
+"""x = element * scale: E4M3 elements, an E8M0 scale 2^ceil(log2(b / 448)) per 32 elements (OCP MX).
 
 b is the largest magnitude of the block; elements are rounded to nearest, ties to even, and held to 448. There
 is no tensor scale. Maxima do not see NaN, which stays NaN; an infinity becomes +-448 under the largest scale.

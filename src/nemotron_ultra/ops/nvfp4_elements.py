@@ -64,6 +64,10 @@ def packed_codes(elements: Tensor, signed: Tensor) -> Tensor:
 
     The sign bits are those of `signed` float32, so that -0.0 and small negative numbers have code 8.
     """
+    if elements.numel() == 0:
+        return torch.empty(
+            elements.shape[0], elements.shape[1] // 2, dtype=torch.uint8, device=elements.device
+        )
     magnitude = torch.abs(elements, out=scratch.take("blocks.v", elements.shape, elements))
     spare = scratch.take("nvfp4.step", elements.shape, elements)
     # 0.75 in the place of 0.5 makes exponent and upper mantissa bit count the grid: 253 to 259.

@@ -80,6 +80,13 @@ def check_tensor(x: Tensor, axis: int, rules: Rules) -> None:
             got=f"shape {tuple(x.shape)}, axis {axis}",
             allowed="[rows, columns] or [slices, rows, columns], axis -1 or -2",
         )
+    if rules.row_scaled and (x.ndim != 2 or axis != -1):
+        raise ConfigError(
+            "nvfp4: a scale per row is for the rows of one matrix",
+            got=f"shape {tuple(x.shape)}, axis {axis}",
+            allowed="[rows, columns], axis -1",
+            do="use row_scaled=False, or pass the transpose",
+        )
     for which in (-2, -1) if rules.tile else (axis,):
         if x.shape[which] % BLOCK:
             raise bad_axis("nvfp4", tuple(x.shape), which)
