@@ -4,8 +4,8 @@
 
 The model has the layers of configs/model/tiny.yaml at hidden size 256 (every other width scaled with it).
 Both sides run the torch engine, forward, backward and AdamW on the same batches, in turn in one process. CPU
-time is compared, so that other work on the machine matters little. --parts tells which operations of the
-NVFP4 step take the time.
+time is compared, so that other work on the machine matters little. --parts tells how much of the
+step is quantising (ops/nvfp4, ops/mxfp8) and how much the products of the quantised layers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from nemotron_ultra.config.compose import load_recipe
 from nemotron_ultra.engine.schedule import Schedule
 from nemotron_ultra.engine.torch_engine import TorchEngine
 from nemotron_ultra.objectives.next_token import NextToken
+from nemotron_ultra.ops import mxfp8, nvfp4
+from nemotron_ultra.precision import experts, linear
 from nemotron_ultra.precision.apply import apply_policy
 
 # configs/model/tiny.yaml times 256 / 192; heads keep Mamba's in_proj a whole number of blocks wide.
@@ -80,7 +82,7 @@ def main() -> None:
     batches = [TokenBatch.from_documents(rows.tolist()) for rows in ids]
     print("\n".join(sides[1].policy.table.lines()))
     if options.parts:
-        parts(sides[1], batches)
+        parts(sides[1], batches, options.steps)
         return
     for side in sides:
         side.step(batches)
@@ -94,12 +96,30 @@ def main() -> None:
     print(f"{options.precision} / fp32: {ratio:.2f} (median of pairs), {low / single:.2f} (best steps)")
 
 
-def parts(side: Side, batches: list[TokenBatch]) -> None:
-    """CPU time by operation of one warm step."""
-    side.step(batches)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        side.step(batches)
-    print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=40))
+def parts(side: Side, batches: list[TokenBatch], steps: int) -> None:
+    """CPU milliseconds of one warm step, the least of `steps`, by what the quantised layers do in it."""
+    spent: dict[str, float] = {}
+
+    def timed(name: str, function):
+        def run(*args, **options):
+            begun = time.process_time()
+            result = function(*args, **options)
+            spent[name] = spent.get(name, 0.0) + time.process_time() - begun
+            return result
+
+        return run
+
+    for format in (nvfp4, mxfp8):
+        format.operand = timed(f"{format.__name__.rpartition('.')[2]} operands", format.operand)
+    for layer in (linear, experts):
+        layer.multiply = timed("their products", layer.multiply)
+    runs = []
+    for _ in range(steps):
+        spent.clear()
+        whole = side.step(batches)[0]
+        runs.append(dict(spent) | {"whole step": whole})
+    for name in runs[-1]:
+        print(f"{name:18}{min(run[name] for run in runs) * 1e3:8.0f} CPU-ms")
 
 
 if __name__ == "__main__":

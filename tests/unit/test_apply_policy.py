@@ -6,6 +6,7 @@ import torch
 from micro import micro_batches, micro_engine, micro_model, objective, step, weights
 from nemotron_ultra.config.compose import load_recipe
 from nemotron_ultra.config.precision import PrecisionConfig, PrecisionRule
+from nemotron_ultra.engine.recompute import recompute_blocks
 from nemotron_ultra.errors import ConfigError
 from nemotron_ultra.precision.apply import apply_policy
 from nemotron_ultra.precision.experts import QuantizedExperts
@@ -112,10 +113,20 @@ def test_float32_weights_are_quantised_anew_after_each_step():
     assert product.operands is not made
 
 
-@pytest.mark.parametrize("name", ["lm_head"])
-def test_module_without_a_low_precision_product_is_refused(name):
-    with pytest.raises(ConfigError, match=f"{name} has no low-precision product; got nvfp4; allowed: bf16"):
-        apply_policy(micro_model(), policy_of((name, "nvfp4")))
+def test_recomputed_blocks_give_the_same_gradients():
+    found = []
+    for recompute in (False, True):
+        engine = nvfp4_engine()
+        if recompute:
+            recompute_blocks(engine.model)
+        engine.forward_backward(micro_batches(1), objective())
+        found.append(engine.master.gradients())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_module_without_a_low_precision_product_is_refused():
+    with pytest.raises(ConfigError, match="lm_head has no low-precision product; got nvfp4; allowed: bf16"):
+        apply_policy(micro_model(), policy_of(("lm_head", "nvfp4")))
 
 
 def test_width_that_is_no_multiple_of_a_block_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from nemotron_ultra.config.precision import PrecisionConfig
@@ -37,14 +38,17 @@ def apply_policy(model: nn.Module, precision: PrecisionConfig, *, seed: int = 0)
     """Give every module of a HybridLM the products that `precision` says; `seed` starts stochastic rounding.
 
     fp32 and bf16 modules keep their plain product, which computes in the dtype of activations: float32 on a
-    CPU, the stored dtype on a GPU. Raises ConfigError for a shape that the format cannot hold, and for a
-    module that has no such product.
+    CPU, the stored dtype on a GPU. There, partial sums in bf16 are forbidden for the whole process. Raises
+    ConfigError for a shape that the format cannot hold, and for a module that has no such product.
     """
     table = plan_policy(module_shapes(model), precision, model.config)
     names = [name for name, format in table.formats.items() if format in ("nvfp4", "mxfp8")]
     if not names:
         return AppliedPolicy(table, None)
-    state = PrecisionState(next(model.parameters()).device, seed)
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    state = PrecisionState(device, seed)
     weights: list[str] = []
     for name in names:
         module = model.get_submodule(name)

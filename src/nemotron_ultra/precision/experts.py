@@ -37,7 +37,9 @@ class QuantizedExperts:
     def __call__(
         self, x_TL: Tensor, indices_TK: Tensor, weights_TK: Tensor, up_EFL: Tensor, down_ELF: Tensor
     ) -> Tensor:
-        return _QuantizedExperts.apply(x_TL, weights_TK.to(x_TL.dtype), up_EFL, down_ELF, indices_TK, self)
+        block = self.format.block if torch.is_grad_enabled() else 1  # only wgrad contracts tokens
+        plan = _plan(indices_TK, len(up_EFL), block)
+        return _QuantizedExperts.apply(x_TL, weights_TK.to(x_TL.dtype), up_EFL, down_ELF, plan, self)
 
     def weights(self, up_EFL: Tensor, down_ELF: Tensor) -> tuple[Operands, Operands]:
         """For each expert the operands for fprop and dgrad of its two matrices."""
@@ -100,12 +102,10 @@ class _QuantizedExperts(torch.autograd.Function):
         weights_TK: Tensor,
         up_EFL: Tensor,
         down_ELF: Tensor,
-        indices_TK: Tensor,
+        plan: _Plan,
         owner: QuantizedExperts,
     ) -> Tensor:
         format, hidden = owner.format, up_EFL.shape[1]
-        needs_rows = any(ctx.needs_input_grad)
-        plan = _plan(indices_TK, len(up_EFL), format.block if needs_rows else 1)
         low_TL = x_TL.bfloat16()
         ups, downs = owner.weights(up_EFL, down_ELF)
         rows_NL = _sorted_rows(low_TL, plan)
