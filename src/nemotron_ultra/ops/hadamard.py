@@ -49,6 +49,8 @@ def rotate(x: Tensor, down: bool) -> Tensor:
     """
     matrix = rotation(x.device)
     y = scratch.take("hadamard.y", x.shape, x)
+    if x.numel() == 0:
+        return y
     if down:
         chunks = x.view(-1, CHUNK, x.shape[1])
         torch.bmm(matrix.T.expand(len(chunks), -1, -1), chunks, out=y.view(chunks.shape))

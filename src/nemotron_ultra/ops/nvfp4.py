@@ -170,7 +170,7 @@ def operand(
     elif x.ndim == 3:
         sizes = [x.shape[1]] * x.shape[0]
     source = x.contiguous()
-    matrix = source.view(-1, x.shape[-1])
+    matrix = source.flatten(0, -2)
     if rht:
         matrix = rotate(matrix.float(), down)
     values = recycled(source.shape, source)
