@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nemotron_ultra.errors import ConfigError
+from nemotron_ultra.ops.blocks import slabs
 from nemotron_ultra.ops.scratch import scratch
 
 CHUNK = 16
@@ -47,17 +48,20 @@ def rotate(x: Tensor, down: bool) -> Tensor:
 
     -> float32 scratch memory, valid until the next call of this thread.
     """
-    matrix = rotation(x.device)
     y = scratch.take("hadamard.y", x.shape, x)
     if x.numel() == 0:
         return y
-    if down:
-        chunks = x.view(-1, CHUNK, x.shape[1])
-        torch.bmm(matrix.T.expand(len(chunks), -1, -1), chunks, out=y.view(chunks.shape))
-    else:
-        torch.mm(x.view(-1, CHUNK), matrix, out=y.view(-1, CHUNK))
-    short = scratch.take("hadamard.short", x.shape, rotation(x.device, torch.bfloat16))
-    return y.copy_(short.copy_(y))
+    matrix = rotation(x.device)
+    for rows in slabs(x, CHUNK):
+        part, out = x[rows], y[rows]
+        if down:
+            chunks = part.view(-1, CHUNK, x.shape[1])
+            torch.bmm(matrix.T.expand(len(chunks), -1, -1), chunks, out=out.view(chunks.shape))
+        else:
+            torch.mm(part.view(-1, CHUNK), matrix, out=out.view(-1, CHUNK))
+        short = scratch.take("hadamard.short", part.shape, rotation(x.device, torch.bfloat16))
+        out.copy_(short.copy_(out))
+    return y
 
 
 @lru_cache(maxsize=8)
