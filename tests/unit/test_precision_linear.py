@@ -6,7 +6,7 @@ from torch import nn
 
 from nemotron_ultra.config.precision import Nvfp4Config
 from nemotron_ultra.model.linear import Linear
-from nemotron_ultra.ops import nvfp4
+from nemotron_ultra.ops import mxfp8, nvfp4
 from nemotron_ultra.precision.linear import Bf16Product, Mxfp8Product, Nvfp4Product
 from nemotron_ultra.precision.state import PrecisionState
 
@@ -44,6 +44,17 @@ def test_close_to_the_plain_product_whatever_tokens_and_outputs(name, shape):
     expected = gradients(Linear.product, x, weight, dy, bias)
     assert all(error(a, b) < ERRORS[name] for a, b in zip(found, expected, strict=True))
     assert torch.equal(bias.grad, 2 * dy.sum(0))
+
+
+def test_mxfp8_products_are_those_of_the_stored_format():
+    def stored(x):
+        return mxfp8.quantize(x.detach().bfloat16().float().contiguous()).dequantize()
+
+    x, weight, dy = tensors(tokens=64)
+    y, dx, dw = gradients(Mxfp8Product(), x, weight, dy)
+    assert torch.allclose(y, stored(x) @ stored(weight).T, atol=1e-5)
+    assert torch.allclose(dx, stored(dy) @ stored(weight.T).T, atol=1e-5)
+    assert torch.allclose(dw, stored(dy.T) @ stored(x.T).T, atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", ["te_2_13", "four_over_six_mae", "four_over_six_mse"])
