@@ -1,4 +1,4 @@
-"""`python -m nemotron_ultra.pipeline chain=NAME [key=value ...]`: several runs, each from the one before.
+"""`python -m nemotron_ultra.pipeline chain=NAME [key=value ...]`: several runs, in a row or side by side.
 
 Every stage runs in this process, as `python -m nemotron_ultra.train` would run it. The same command again
 skips what is finished and continues what is not.
@@ -26,6 +26,8 @@ HELP = """\
 python -m nemotron_ultra.pipeline chain=NAME [run.dir=runs] [run.name=NAME] [run.seed=N] [key=value ...]
 
   chain=tiny                  pretrain, SFT, GRPO, one teacher a domain, MOPD, scores of each
+  chain=nvfp4_gap             the same pretraining in BF16 and in NVFP4, gap of the loss
+  chain=bf16_gradients        gradient buffers in FP32 and in BF16: what is left of MTP
   key=value                   an override for every stage that has such a key, as for nemotron_ultra.train
   STAGE:key=value             for one stage (or several: teacher_*:trainer.steps=20)
   --plan                      stages, steps and commands; nothing runs

@@ -16,6 +16,7 @@ from typing import Any
 from nemotron_ultra.errors import ConfigError, DataError
 from nemotron_ultra.observe import tables
 from nemotron_ultra.observe.charts import card
+from nemotron_ultra.observe.comparison_page import accumulation_section, comparison_section
 from nemotron_ultra.observe.html import check_page, document, fold, save_page
 from nemotron_ultra.observe.numbers import compact, duration, fixed
 from nemotron_ultra.observe.run_data import RunData, load_run
@@ -48,13 +49,20 @@ def write_chain_page(folder: str | Path, summary: Mapping[str, Any]) -> Path:
     folder = Path(folder)
     out = folder / "report.html"
     check_page(out)
-    stages = [StageView(entry=entry, run=_run(folder / entry["name"])) for entry in summary["stages"]]
+    stages = [StageView(entry=entry, run=run_or_none(folder / entry["name"])) for entry in summary["stages"]]
     return save_page(render_chain(summary, stages), out)
 
 
 def render_chain(summary: Mapping[str, Any], stages: Sequence[StageView]) -> str:
     """The page as text."""
-    body = [_header(summary, stages), _figures(summary), _scores(summary, stages), _curves(summary, stages)]
+    body = [_header(summary, stages), _figures(summary), _scores(summary, stages)]
+    if summary.get("accumulation"):
+        body.append(accumulation_section(summary["accumulation"]))
+    if summary.get("comparison"):
+        runs = [(number, stage.run) for number, stage in enumerate(stages) if stage.run is not None]
+        body.append(comparison_section(summary["comparison"], runs))
+    else:
+        body.append(_curves(summary, stages))
     body += [_samples(stages), _costs(stages)]
     return document(f"chain {summary['chain']}", "".join(body))
 
@@ -98,7 +106,8 @@ def percent(value: object, digits: int = 1) -> str:
     return f"{100 * value:.{digits}f}" if isinstance(value, int | float) and value == value else "-"
 
 
-def _run(folder: Path) -> RunData | None:
+def run_or_none(folder: Path) -> RunData | None:
+    """The run in a stage's folder, None before its first step."""
     try:
         return load_run(folder)
     except (ConfigError, DataError):  # not begun yet
@@ -108,7 +117,7 @@ def _run(folder: Path) -> RunData | None:
 def _header(summary: Mapping[str, Any], stages: Sequence[StageView]) -> str:
     done = sum(bool(stage.entry.get("finished")) for stage in stages)
     state = "finished" if done == len(stages) else f"{done} of {len(stages)} stages"
-    way = " → ".join(stage.name for stage in stages)
+    way = (" · " if summary.get("comparison") else " → ").join(stage.name for stage in stages)
     return (
         f'<header><h1>chain {html.escape(str(summary["chain"]))}<span class="pill">{state}</span></h1>'
         f'<p class="sub">{html.escape(way)} · seed {tables.text(summary.get("seed"))}</p></header>'
@@ -273,13 +282,16 @@ def _costs(stages: Sequence[StageView]) -> str:
 def stage_cost(stage: StageView) -> list[float]:
     """Tokens trained on, seconds in steps, seconds of rollouts within them, seconds of scoring."""
     assert stage.run is not None
-    curves = stage.run.curves
-    seconds = [
-        sum(value for value in curves.get(key, ([], []))[1] if value == value)
-        for key in ("seconds", "seconds/rollouts")
-    ]
+    curves, begin = stage.run.curves, (stage.entry.get("branch") or {}).get("step", 0)
+
+    def own(key: str) -> list[float]:
+        """Values of the steps that this stage ran itself."""
+        return [v for step, v in zip(*curves.get(key, ([], [])), strict=True) if step > begin and v == v]
+
+    tokens = dict(zip(*curves.get("tokens", ([], [])), strict=True))
+    trained = (stage.run.last("tokens") or 0.0) - tokens.get(begin, 0.0)
     scoring = stage.entry.get("scoring_seconds")
-    return [stage.run.last("tokens") or 0.0, *seconds, float(scoring or 0.0)]
+    return [trained, sum(own("seconds")), sum(own("seconds/rollouts")), float(scoring or 0.0)]
 
 
 def _cost_cells(cost: Sequence[float]) -> list[str]:

@@ -1,13 +1,7 @@
 """recipes/chains/NAME.yaml -> the stages of a chain, each one a command of the train entry point (report 3).
 
-    common: [OVERRIDE, ...]                    for every stage that has the group that the key belongs to
-    domains: [a, b]
-    stages:
-      - {name: sft, recipe: sft, from: pretrain, overrides: [trainer.steps=40]}
-      - {name: "teacher_{domain}", recipe: grpo, from: student, overrides: ["tasks.only=[{domain}]"]}
-      - {name: mopd, recipe: mopd, from: student, teachers: "teacher_{domain}"}
-
-A stage is a run in the folder DIR/CHAIN/STAGE. {domain} in a name makes one stage a domain. No torch here.
+A stage is a run in the folder DIR/CHAIN/STAGE: from fresh weights, from the weights of an earlier stage, or a
+branch, which continues an earlier run from one of its checkpoints. No torch here.
 """
 
 from __future__ import annotations
@@ -16,54 +10,33 @@ import fnmatch
 import functools
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import Field
 
 from nemotron_ultra.config import check, schema
-from nemotron_ultra.config.base import Positive, config
-from nemotron_ultra.config.compose import load_recipe, parse_override, read_yaml, share_dir
+from nemotron_ultra.config.compose import load_recipe, parse_override, share_dir
 from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.errors import ConfigError
+from nemotron_ultra.trainers.chain_file import (
+    DOMAIN,
+    AccumulationOptions,
+    ChainOptions,
+    ComparisonOptions,
+    StageOptions,
+    expand,
+    read_chain,
+)
 
-DOMAIN = "{domain}"
-_NAME = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._{}-]*$")]
 _OWN_KEYS = ("run.from", "teachers.folders")  # the chain says these of every stage
 
 
-@config
-class StageOptions:
-    name: _NAME
-    """Folder of the stage; {domain} in it makes one stage a domain."""
-    recipe: str
-    """Recipe that the stage runs."""
-    from_: str | None = None
-    """Earlier stage whose weights it starts from; null means fresh weights."""
-    teachers: str | None = None
-    """Stages that teach it, {domain} standing for each domain."""
-    overrides: list[str] = Field(default_factory=list)
-    """Overrides of this stage, {domain} standing for its domain."""
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """The run `source` up to `step`, which another run continues."""
 
-
-@config
-class EvaluationOptions:
-    max_new_tokens: Positive | None = None
-    """Longest answer to a held-out problem; null: the largest rollout.max_new_tokens of the stages."""
-
-
-@config
-class ChainOptions:
-    domains: list[str] = Field(default_factory=list)
-    """Task domains in the order of the table."""
-    common: list[str] = Field(default_factory=list)
-    """Overrides of all stages; a stage without the group of a key (no `rollout`, say) leaves it out."""
-    stages: Annotated[list[StageOptions], Field(min_length=1)]
-    """The runs in their order."""
-    evaluation: EvaluationOptions = Field(default_factory=EvaluationOptions)
-    """How held-out problems are answered after each stage."""
+    source: str
+    step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +51,20 @@ class Stage:
     words: list[str]
     config: RunConfig
     folder: Path
+    branch: Branch | None = None
 
     @property
     def sources(self) -> list[str]:
         """Names of the stages whose weights it needs."""
-        return [name for name in (self.start, *self.teachers.values()) if name]
+        branch = self.branch.source if self.branch else None
+        return [name for name in (self.start, branch, *self.teachers.values()) if name]
+
+    @property
+    def beginning(self) -> str:
+        """What its first step builds on, in words."""
+        if self.branch is not None:
+            return f"{self.branch.source} continued after step {self.branch.step:,}"
+        return f"from {self.start}" if self.start else "fresh weights"
 
     @property
     def command(self) -> str:
@@ -99,6 +81,8 @@ class Chain:
     stages: list[Stage]
     max_new_tokens: int | None
     allow_change: bool = False
+    comparison: ComparisonOptions | None = None
+    accumulation: AccumulationOptions | None = None
 
     def stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
@@ -156,10 +140,9 @@ def load_chain(name: str, overrides: Sequence[str] = (), config_dir: Path | None
             allowed=", ".join(known),
             do="`--list` says what each is",
         )
-    options = _read(known[name])
+    options = read_chain(known[name])
     _load.cache_clear()  # files may have changed since the last chain
-    expanded = [one for stage in options.stages for one in _expand(stage, options.domains)]
-    _check_order(known[name], [stage for stage, _ in expanded])
+    expanded = expand(options, known[name])
     place, rest = _place(name, overrides)
     extra = [Override.parse(word) for word in rest]
     _check_targets(extra, [stage.name for stage, _ in expanded])
@@ -173,6 +156,7 @@ def load_chain(name: str, overrides: Sequence[str] = (), config_dir: Path | None
             f"{unused[0]}: no stage that it is meant for has such a group",
             allowed=f"groups of the stages' recipes: {', '.join(_groups(stages))}",
         )
+    stages = _with_branches(stages, [stage for stage, _ in expanded], config_dir)
     _check_tasks(stages)
     _check_teachers(stages)
     lengths = [stage.config.rollout.max_new_tokens for stage in stages if stage.config.rollout]
@@ -183,6 +167,8 @@ def load_chain(name: str, overrides: Sequence[str] = (), config_dir: Path | None
         stages=stages,
         max_new_tokens=options.evaluation.max_new_tokens or max(lengths, default=None),
         allow_change=any(stage.config.run.allow_config_change for stage in stages),
+        comparison=options.comparison,
+        accumulation=options.accumulation,
     )
 
 
@@ -190,10 +176,10 @@ def plan_lines(chain: Chain) -> list[str]:
     """What would run: stage, steps, tokens and command of each."""
     lines = [f"chain {chain.name} in {chain.folder}: {len(chain.stages)} stages"]
     for number, stage in enumerate(chain.stages, 1):
-        start = f"from {stage.start}" if stage.start else "fresh weights"
         c = stage.config
         size = f"{c.trainer.steps:,} steps of {c.trainer.global_batch_size:,} rows"
-        lines += ["", f"{number}. {stage.name}  ({stage.recipe}, {start}, {size})", f"   {stage.command}"]
+        what = f"{number}. {stage.name}  ({stage.recipe}, {stage.beginning}, {size})"
+        lines += ["", what, f"   {stage.command}"]
     return lines
 
 
@@ -203,62 +189,6 @@ def quoted(value: object) -> str:
     if re.fullmatch(r"[A-Za-z0-9_./-]+", text):
         return text
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
-
-
-def _read(file: Path) -> ChainOptions:
-    try:
-        return check.checked(ChainOptions, read_yaml(file))
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}" if str(file) not in str(error) else str(error)) from error
-
-
-def _expand(stage: StageOptions, domains: list[str]) -> Iterator[tuple[StageOptions, str | None]]:
-    """The stage itself, or one a domain."""
-    if DOMAIN not in stage.name:
-        yield stage, None
-        return
-    for domain in domains:
-
-        def put(text: str, domain: str = domain) -> str:
-            return text.replace(DOMAIN, domain)
-
-        yield (
-            StageOptions(
-                name=put(stage.name),
-                recipe=stage.recipe,
-                from_=put(stage.from_) if stage.from_ else None,
-                teachers=stage.teachers,
-                overrides=[put(text) for text in stage.overrides],
-            ),
-            domain,
-        )
-
-
-def _check_order(file: Path, stages: list[StageOptions]) -> None:
-    """Each stage comes once and after the one it starts from. Raises ConfigError that lists all mistakes."""
-    names, problems = [stage.name for stage in stages], []
-    starts = {stage.name: stage.from_ for stage in stages}
-    for number, (name, start) in enumerate((stage.name, stage.from_) for stage in stages):
-        if name in names[:number]:
-            problems.append(f"stages: two are named {name}")
-        elif start is not None and start not in names:
-            hint = check.nearest(start, names)
-            problems.append(f"{name}: from '{start}' is no stage{hint}; allowed: {', '.join(names[:number])}")
-        elif start is not None and start not in names[:number]:
-            way = _way_back(name, starts)
-            what = f"leads back to itself ({way})" if way else f"starts from {start}, which comes later"
-            problems.append(f"{name}: {what}; put the stages in the order of their running")
-    if problems:
-        raise ConfigError(f"{file}: {check.mistakes(problems)}")
-
-
-def _way_back(name: str, starts: dict[str, str | None]) -> str:
-    """ "a from b from a" if following `from` leads round to `name`, else ""."""
-    way, at = [name], starts.get(name)
-    while at is not None and at not in way:
-        way.append(at)
-        at = starts.get(at)
-    return " from ".join([*way, name]) if at == name else ""
 
 
 def _place(name: str, overrides: Sequence[str]) -> tuple[Path, list[str]]:
@@ -315,26 +245,60 @@ def _stage(
         folders = [f"{one}: {quoted(place / name)}" for one, name in teachers.items()]
         links += ["~teachers.folders", f"teachers.folders={{{', '.join(folders)}}}"]
     words = [*common, *own, *typed, *links]
-    found = _composed(options, words, config_dir)
+    found = _composed(options.name, options.recipe, words, config_dir)
     _check_domains(options.name, found, chain.domains)
-    folder = [f"--config-dir={config_dir}"] if config_dir else []
     return Stage(
         name=options.name,
         recipe=options.recipe,
         start=options.from_,
         domain=domain,
         teachers=teachers,
-        words=[f"recipe={options.recipe}", *words, *folder],
+        words=[f"recipe={options.recipe}", *words, *_config_dir_word(config_dir)],
         config=found,
         folder=place / options.name,
     )
 
 
-def _composed(options: StageOptions, words: Sequence[str], config_dir: Path | None) -> RunConfig:
+def _config_dir_word(config_dir: Path | None) -> list[str]:
+    return [f"--config-dir={config_dir}"] if config_dir else []
+
+
+def _with_branches(stages: list[Stage], options: list[StageOptions], config_dir: Path | None) -> list[Stage]:
+    """Branches know the step at which they leave; the runs that they leave keep their checkpoint of it."""
+    found = {stage.name: stage for stage in stages}
+    kept: dict[str, int] = {}
+    for option in (option for option in options if option.branch is not None):
+        source = found[option.branch.from_]
+        steps = source.config.trainer.steps
+        step = max(1, round(option.branch.share * steps))
+        if step >= steps or kept.setdefault(source.name, step) != step:
+            raise ConfigError(
+                f"{option.name}: cannot leave {source.name} after step {step}",
+                got=f"{source.name} has {steps} steps"
+                + (f", another branch leaves after {kept[source.name]}" if source.name in kept else ""),
+                allowed="a step before the last, the same for all branches of one stage",
+            )
+        found[source.name] = _keeping(source, step, config_dir)
+        found[option.name] = replace(found[option.name], branch=Branch(source=source.name, step=step))
+    return list(found.values())
+
+
+def _keeping(stage: Stage, step: int, config_dir: Path | None) -> Stage:
+    """The stage with overrides that make it keep its checkpoint of `step` for good."""
+    every = stage.config.trainer.checkpoint_every
+    extra = [] if every and not step % every else [f"trainer.checkpoint_every={step}"]
+    extra.append(f"trainer.keep_every={step}")
+    folder = _config_dir_word(config_dir)
+    words = [*stage.words[: len(stage.words) - len(folder)], *extra]
+    config = _composed(stage.name, stage.recipe, words[1:], config_dir)
+    return replace(stage, words=[*words, *folder], config=config)
+
+
+def _composed(name: str, recipe: str, words: Sequence[str], config_dir: Path | None) -> RunConfig:
     try:
-        return _load(options.recipe, tuple(words), config_dir)
+        return _load(recipe, tuple(words), config_dir)
     except ConfigError as error:
-        raise ConfigError(f"stage {options.name}: {error}") from error
+        raise ConfigError(f"stage {name}: {error}") from error
 
 
 _load = functools.cache(load_recipe)  # configurations are frozen
@@ -342,7 +306,7 @@ _load = functools.cache(load_recipe)  # configurations are frozen
 
 def _absent_groups(options: StageOptions, config_dir: Path | None) -> set[str]:
     """Groups that the stage's recipe leaves null: no loss in pretraining, no teachers in GRPO."""
-    found = _composed(options, (), config_dir)
+    found = _composed(options.name, options.recipe, (), config_dir)
     return {group for group in schema.groups() if getattr(found, group) is None}
 
 

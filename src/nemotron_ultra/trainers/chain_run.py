@@ -17,9 +17,12 @@ from filelock import FileLock, Timeout
 from nemotron_ultra.config.compose import read_config, to_dict
 from nemotron_ultra.config.run import RunConfig
 from nemotron_ultra.errors import CheckpointError, ConfigError
-from nemotron_ultra.observe.chain_page import score_lines, write_chain_page
+from nemotron_ultra.observe.chain_page import run_or_none, score_lines, write_chain_page
+from nemotron_ultra.observe.comparison import compare, comparison_lines
 from nemotron_ultra.observe.console import Console
 from nemotron_ultra.observe.html import write_report
+from nemotron_ultra.precision.accumulation import accumulation_rows
+from nemotron_ultra.trainers.branch import begin_branch
 from nemotron_ultra.trainers.chain import Chain, Stage
 from nemotron_ultra.trainers.evaluation import (
     SCORES,
@@ -32,6 +35,8 @@ from nemotron_ultra.trainers.evaluation import (
 from nemotron_ultra.trainers.run_folder import changed_keys
 
 Train = Callable[[Sequence[str]], int]
+
+ACCUMULATION = "accumulation.json"
 
 # Beginnings of lines "key: old -> new" for what no number of a stage depends on.
 _HARMLESS = (
@@ -57,13 +62,15 @@ def run_chain(chain: Chain, train: Train, console: Console) -> int:
     trained: set[str] = set()
     with _locked(chain.folder):
         check_folder(chain)
+        measure_accumulation(chain, console)
         for number, stage in enumerate(chain.stages, 1):
             head = f"stage {number} of {len(chain.stages)}: {stage.name}"
             if is_finished(stage):
                 console.note(f"{head} is finished{_made_from_others(stage, trained)}")
             else:
-                start = f"from {stage.start}" if stage.start else "from fresh weights"
-                console.note(f"\n{head} ({stage.recipe}, {start}, {stage.config.trainer.steps:,} steps)")
+                size = f"{stage.config.trainer.steps:,} steps"
+                console.note(f"\n{head} ({stage.recipe}, {stage.beginning}, {size})")
+                begin_branch(chain, stage)
                 code = train(stage.words)
                 if code:
                     return code
@@ -79,6 +86,23 @@ def _made_from_others(stage: Stage, trained: set[str]) -> str:
     """A remark where run.allow_config_change=true keeps a stage whose sources were trained further."""
     changed = [name for name in stage.sources if name in trained]
     return f", made from earlier weights of {', '.join(changed)}" if changed else ""
+
+
+def measure_accumulation(chain: Chain, console: Console) -> None:
+    """Write the chain's accumulation.json, if it is to have one and it is not there already."""
+    if chain.accumulation is None or accumulation(chain) is not None:
+        return
+    console.note(f"gradient buffers: 1 to {chain.accumulation.micro_batches:,} micro-batches")
+    settings = to_dict(chain.accumulation)
+    rows = accumulation_rows(**settings)
+    write_json(chain.folder / ACCUMULATION, {"settings": settings, "rows": rows})
+    write_table(chain)
+
+
+def accumulation(chain: Chain) -> dict[str, Any] | None:
+    """The content of the chain's accumulation.json, if it was measured as the chain asks."""
+    found = read_json(chain.folder / ACCUMULATION)
+    return found if found and found.get("settings") == to_dict(chain.accumulation) else None
 
 
 def score_stage(chain: Chain, stage: Stage, console: Console) -> None:
@@ -124,6 +148,10 @@ def write_table(chain: Chain) -> dict[str, Any]:
 def summary(chain: Chain) -> dict[str, Any]:
     """What the table, the page and a script need: an entry a stage, and the recovery rates."""
     entries = [_entry(chain, stage) for stage in chain.stages]
+    compared = chain.comparison and compare(
+        {stage.name: run for stage in chain.stages if (run := run_or_none(stage.folder))},
+        **to_dict(chain.comparison),
+    )
     return {
         "chain": chain.name,
         "seed": chain.stages[0].config.run.seed,
@@ -131,6 +159,8 @@ def summary(chain: Chain) -> dict[str, Any]:
         "finished": all(entry["finished"] for entry in entries),
         "stages": entries,
         "recovery": chain_recovery(chain, {entry["name"]: entry.get("scores") for entry in entries}),
+        "comparison": compared,
+        "accumulation": accumulation(chain) if chain.accumulation else None,
     }
 
 
@@ -141,6 +171,7 @@ def _entry(chain: Chain, stage: Stage) -> dict[str, Any]:
         "recipe": stage.recipe,
         "from": stage.start,
         "domain": stage.domain,
+        "branch": stage.branch and {"from": stage.branch.source, "step": stage.branch.step},
         "steps": stage.config.trainer.steps,
         "finished": is_finished(stage) and (stage.config.tasks is None or scores is not None),
     }
@@ -175,11 +206,14 @@ def recovery(student: float, teacher: float, mopd: float) -> float | None:
 
 
 def table_lines(found: Mapping[str, Any]) -> list[str]:
-    """The table for a screen, with what its marks mean."""
-    return [
-        *score_lines(found),
-        "* a teacher on its own domain; recovery = (MOPD - student) / (teacher - student)",
-    ]
+    """The tables for a screen, with what their marks mean."""
+    lines = []
+    if found["domains"]:
+        note = "* a teacher on its own domain; recovery = (MOPD - student) / (teacher - student)"
+        lines += [*score_lines(found), note]
+    if found["comparison"]:
+        lines += comparison_lines(found["comparison"])
+    return lines
 
 
 def is_finished(stage: Stage) -> bool:
