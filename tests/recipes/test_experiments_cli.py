@@ -65,7 +65,7 @@ def test_shipped_chain_of_gradient_buffers():
     assert high.precision.gradient_format("lm_head.weight") == "fp32"
     assert {c.precision.gradient_format("lm_head.weight") for c in (low, few)} == {"bf16"}
     assert (
-        high.trainer.global_batch_size == few.trainer.global_batch_size == 256
+        high.trainer.global_batch_size == few.trainer.global_batch_size == 1024
         and low.trainer.micro_batch_size == 1
     )
     assert high.trainer.mtp_loss_scale / high.model.depths == chain.accumulation.mtp_scale
