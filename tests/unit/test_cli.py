@@ -144,7 +144,9 @@ def test_what_this_version_cannot_do_is_refused(overrides, expected):
     assert any(expected in line for line in found), found
 
 
-@pytest.mark.parametrize("overrides", [[], ["precision=bf16"], ["precision=nvfp4"], ["schedule=cosine", "log=wandb"]])
+@pytest.mark.parametrize(
+    "overrides", [[], ["precision=bf16"], ["precision=nvfp4"], ["schedule=cosine", "log=wandb"]]
+)
 def test_what_runs_here(overrides):
     assert list(shortfalls(load_recipe("pretrain", overrides), LAPTOP)) == []
     assert this_machine().cores >= 1
