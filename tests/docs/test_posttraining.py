@@ -12,12 +12,17 @@ SRC = ROOT / "src" / "nemotron_ultra"
 SECTIONS = re.findall(r"^## \w+: `(trainers/\w+\.py)`.*?\n(.*?)(?=^## )", PAGE, re.S | re.M)
 
 
+def bare(code):
+    """Without what a formatter moves: spaces, line ends and commas."""
+    return re.sub(r"[\s,]", "", code)
+
+
 @pytest.mark.parametrize(("file", "section"), SECTIONS, ids=[file for file, _ in SECTIONS])
 def test_the_code_shown_is_the_code(file, section):
     shown = re.findall(r"```python\n(.*?)```", section, re.S)
     assert shown
     for block in shown:
-        assert block in (SRC / file).read_text()
+        assert bare(block) in bare((SRC / file).read_text())
 
 
 def test_all_three_trainers_are_shown():

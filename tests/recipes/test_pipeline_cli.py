@@ -87,9 +87,7 @@ def digest(folder, stage):
 def test_every_stage_leaves_a_run_and_scores(whole):
     scores, recovery = table(whole)
     assert list(scores) == STAGES and scores["pretrain"] is None
-    assert all(
-        set(of) == {"sums", "equations", "complex"} for of in list(scores.values())[1:]
-    )
+    assert all(set(of) == {"sums", "equations", "complex"} for of in list(scores.values())[1:])
     assert set(recovery["domains"]) == {"sums", "equations", "complex"}
     for name in STAGES:
         steps = [row["step"] for row in read_metrics(whole / name / "metrics.jsonl")]

@@ -105,9 +105,7 @@ def test_a_stage_that_stops_stops_the_chain(chain, code):
 def test_table_and_recovery(chain):
     finish_all(chain)
     found = summary(chain)
-    assert found["recovery"]["domains"] == pytest.approx(
-        {"sums": 0.5, "equations": 1.0, "complex": None}
-    )
+    assert found["recovery"]["domains"] == pytest.approx({"sums": 0.5, "equations": 1.0, "complex": None})
     assert found["recovery"]["mean"] == pytest.approx(0.75)
     lines = table_lines(found)
     assert lines[0].split() == ["score", "in", "%", *chain.domains, "mean"]

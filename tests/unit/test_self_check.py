@@ -46,9 +46,7 @@ def test_a_generator_of_other_weights_is_refused(recipe, tmp_path, monkeypatch, 
     sft = ["recipe=sft", *task_overrides(tmp_path, **WORDS), "trainer.global_batch_size=4"]
     assert train.main(sft) == 0
     monkeypatch.setattr(f"nemotron_ultra.trainers.{recipe}.Publisher", HalfPublisher)
-    teachers = [
-        f"teachers.folders.{d}={tmp_path}/sft" for d in ("sums", "equations", "complex")
-    ]
+    teachers = [f"teachers.folders.{d}={tmp_path}/sft" for d in ("sums", "equations", "complex")]
     one = {"rollout.prompts_per_step": 4, "rollout.group_size": 1} if recipe == "mopd" else {}
     words = rollout_overrides(tmp_path, **WORDS | one)
     code = train.main([f"recipe={recipe}", *words, *(teachers if recipe == "mopd" else [])])
