@@ -24,8 +24,9 @@ def comparison_section(found: Mapping[str, Any], runs: Sequence[tuple[int, RunDa
     """Table, curves over each other, gaps to the baseline, differing keys. runs: (colour, run) in order."""
     if not found["rows"]:
         return ""
-    heads, rows = comparison_rows(found, ("gap", "gap_half"))
-    says = f"{note(found)}; 2nd half: over the second half of the run."
+    few = len(found["metrics"]) <= 2
+    heads, rows = comparison_rows(found, ("gap", "gap_half") if few else ("gap",))
+    says = note(found) + ("; 2nd half: over the second half of the run." if few else ".")
     table = f'{tables.table(heads, rows)}<p class="faint">{html.escape(says)}</p>'
     cards = [one for key in found["metrics"] for one in (_overlay(key, runs), _gaps(key, found, runs))]
     shown = "".join(cards)
@@ -52,10 +53,20 @@ def accumulation_section(found: Mapping[str, Any]) -> str:
     charts = [
         card(
             Chart(
-                "Share of the MTP gradient that is kept", _by_format(rows, "kept"), x_label=_X, from_zero=True
+                "Share of the MTP gradient that is kept after n micro-batches",
+                _by_format(rows, "kept"),
+                x_label=_X,
+                from_zero=True,
             )
         ),
-        card(Chart("Error of the sum / MTP gradient", _by_format(rows, "mtp_error"), x_label=_X, log_y=True)),
+        card(
+            Chart(
+                "Error of the sum / MTP gradient, after n micro-batches",
+                _by_format(rows, "mtp_error"),
+                x_label=_X,
+                log_y=True,
+            )
+        ),
     ]
     return (
         f'<h2>Gradient buffers</h2><p class="sub">{html.escape(says)}</p>'
@@ -63,7 +74,7 @@ def accumulation_section(found: Mapping[str, Any]) -> str:
     )
 
 
-_X = "micro-batches, as a power of 2"
+_X = "log2 n"
 
 
 def _accumulation_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -122,7 +133,7 @@ def _gaps(key: str, found: Mapping[str, Any], runs: Sequence[tuple[int, RunData]
         else []
     )
     title = f"{key}: gap to {found['baseline']} in %"
-    return card(Chart(title, lines, references=level, note="smoothed", log_y=False))
+    return card(Chart(title, lines, references=level, log_y=False))
 
 
 def _is_sparse(run: RunData, key: str) -> bool:
