@@ -52,16 +52,16 @@ def in_run_folder(config: RunConfig, train: Train) -> int:
 def this_command(config: RunConfig, *instead: str) -> str:
     """The command line that this process was started with, some of its overrides replaced by `instead`."""
     words = [f"recipe={config.recipe}", f"run.dir={config.run.dir}", f"run.name={config.run.name}"]
-    if _by_train():
+    if Path(sys.argv[0]).parts[-2:] == ("nemotron_ultra", "train.py"):
         words = sys.argv[1:]
     keys = tuple(word.split("=", 1)[0] + "=" for word in instead)
     kept = [word for word in words if not word.startswith(keys or "\0")]
     return shlex.join(["python", "-m", "nemotron_ultra.train", *kept, *instead])
 
 
-def _by_train() -> bool:
-    """Whether this process was started as `python -m nemotron_ultra.train`, not as a chain of runs."""
-    return Path(sys.argv[0]).parts[-2:] == ("nemotron_ultra", "train.py")
+def _in_chain() -> bool:
+    """Whether this process runs a chain of runs, whose finished stages are not to be trained further."""
+    return "nemotron_ultra.pipeline" in sys.orig_argv
 
 
 def _finish(config: RunConfig, folder: RunFolder, console: Console) -> int:
@@ -69,7 +69,7 @@ def _finish(config: RunConfig, folder: RunFolder, console: Console) -> int:
     if not (folder.path / "report.html").exists():
         write_report([folder.path], folder.path / "report.html")
     commands = [f"python -m nemotron_ultra.report {shlex.quote(str(folder.path))}"]
-    if _by_train():  # a run inside a chain is not to be trained further by hand
+    if not _in_chain():
         commands.append(this_command(config, f"trainer.steps={2 * folder.finished_steps}"))
     console.done(folder.path, commands)
     return 0
