@@ -42,6 +42,15 @@ _WIDTHS = {  # what the inputs of a module are counted by
     "down_proj": "intermediate_size",
     "experts": "moe_latent_size (hidden_size without it) and moe_intermediate_size",
 }
+_OUTPUTS = {  # the same for its outputs, where they are not hidden_size
+    "in_proj": "mamba_num_heads, mamba_head_dim, n_groups or ssm_state_size",
+    "q_proj": "num_attention_heads x head_dim",
+    **dict.fromkeys(("k_proj", "v_proj"), "num_key_value_heads x head_dim"),
+    "fc1_latent_proj": "moe_latent_size",
+    "shared_experts.up_proj": "moe_shared_expert_intermediate_size",
+    "up_proj": "intermediate_size",
+    "experts": _WIDTHS["experts"],
+}
 
 
 @dataclass(frozen=True)
@@ -234,7 +243,7 @@ def shape_problems(modules: Modules, precision: PrecisionConfig, model: ModelCon
             shape, inputs = ", ".join(map(str, wrong[0])), wrong[0][-1]
             yield (
                 f"rules: {name} [{shape}] cannot be {format}: its {inputs:,} inputs are not a multiple "
-                f"of {block}; change model.{_width(name)}, or give it another format by an earlier rule"
+                f"of {block}; change model.{width_key(name)}, or give it another format by an earlier rule"
             )
 
 
@@ -260,9 +269,10 @@ def _is_router(name: str) -> bool:
     return name.endswith(".mixer.gate")
 
 
-def _width(name: str) -> str:
+def width_key(name: str, side: str = "inputs") -> str:
+    """Key of the model that a module's inputs or outputs are counted by."""
     inside = name.partition(".mixer.")[2]
-    return _WIDTHS.get(inside, "hidden_size")
+    return (_WIDTHS if side == "inputs" else _OUTPUTS).get(inside, "hidden_size")
 
 
 def _warnings(modules: Modules, formats: Mapping[str, Format], precision: PrecisionConfig) -> Iterator[str]:

@@ -58,6 +58,9 @@ class Nvfp4Config:
 class PrecisionConfig:
     name: str
     """Name of the policy."""
+    backend: Literal["auto", "emulate", "te"] = "auto"
+    """Who multiplies nvfp4 and mxfp8: te is Transformer Engine on an FP4 GPU; auto takes it where version,
+    GPU, options and shapes all fit, else emulation; te is an error where one does not."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Storage of the weights between steps; the optimizer's master copy is always fp32."""
     default: Format = "fp32"

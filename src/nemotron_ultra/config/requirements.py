@@ -15,6 +15,7 @@ import psutil
 from nemotron_ultra.config.plan import Plan, make_plan
 from nemotron_ultra.config.policy import config_modules, plan_policy
 from nemotron_ultra.config.run import RunConfig
+from nemotron_ultra.config.te import INSTALL, installed_version
 from nemotron_ultra.errors import BackendError
 
 
@@ -88,6 +89,8 @@ def _torch_limits(config: RunConfig) -> Iterator[str]:
         yield f"parallel: needs {ranks} processes, the torch engine runs one"
     stored, name = config.precision.weights, config.precision.name
     table = plan_policy(config_modules(config.model), config.precision, config.model)
+    if config.precision.backend == "te" and installed_version() is None:
+        yield f"precision.backend: te needs Transformer Engine, which is not installed: {INSTALL}"
     for row in table.rows:
         if row.flops and "router" not in row.kind and row.format in {"fp32", "bf16"} - {stored}:
             yield (

@@ -38,7 +38,7 @@ class QuantizedExperts:
         self, x_TL: Tensor, indices_TK: Tensor, weights_TK: Tensor, up_EFL: Tensor, down_ELF: Tensor
     ) -> Tensor:
         block = self.format.block if torch.is_grad_enabled() else 1  # only wgrad contracts tokens
-        plan = _plan(indices_TK, len(up_EFL), block)
+        plan = plan_rows(indices_TK, len(up_EFL), block)
         return _QuantizedExperts.apply(x_TL, weights_TK.to(x_TL.dtype), up_EFL, down_ELF, plan, self)
 
     def weights(self, up_EFL: Tensor, down_ELF: Tensor) -> tuple[Operands, Operands]:
@@ -67,7 +67,7 @@ class _Plan(NamedTuple):
     sizes: list[int]
 
 
-def _plan(indices_TK: Tensor, experts: int, block: int) -> _Plan:
+def plan_rows(indices_TK: Tensor, experts: int, block: int) -> _Plan:
     """Sort the choices by expert, each expert's slice at the start of whole blocks."""
     token_N, place_TK, sizes = dispatch(indices_TK, experts)
     device = token_N.device
@@ -85,7 +85,7 @@ def _plan(indices_TK: Tensor, experts: int, block: int) -> _Plan:
     return _Plan(padded_N, (~real_N).nonzero().squeeze(1), place_TK, wide_E.tolist())
 
 
-def _sorted_rows(x_TL: Tensor, plan: _Plan) -> Tensor:
+def sorted_rows(x_TL: Tensor, plan: _Plan) -> Tensor:
     return x_TL.index_select(0, plan.token_N).index_fill_(0, plan.padding_P, 0)
 
 
@@ -108,7 +108,7 @@ class _QuantizedExperts(torch.autograd.Function):
         format, hidden = owner.format, up_EFL.shape[1]
         low_TL = x_TL.bfloat16()
         ups, downs = owner.weights(up_EFL, down_ELF)
-        rows_NL = _sorted_rows(low_TL, plan)
+        rows_NL = sorted_rows(low_TL, plan)
         relu_NF = rows_NL.new_empty(len(rows_NL), hidden)
         y_NL = torch.empty_like(rows_NL, dtype=x_TL.dtype)
         parts = (rows_NL.split(plan.sizes), relu_NF.split(plan.sizes), y_NL.split(plan.sizes), ups, downs)
@@ -133,7 +133,7 @@ class _QuantizedExperts(torch.autograd.Function):
         experts, hidden, width = len(plan.sizes), relu_NF.shape[1], rows_NL.shape[1]
         weight_N1 = weights_TK.new_zeros(len(rows_NL), 1)
         weight_N1[plan.place_TK.flatten()] = weights_TK.reshape(-1, 1)
-        grad_NL = _sorted_rows(grad_TL, plan)
+        grad_NL = sorted_rows(grad_TL, plan)
         dweight_N = torch.linalg.vecdot(grad_NL, y_NL)
         low_NL = grad_NL.mul_(weight_N1).bfloat16()
         drows_NL = grad_NL

@@ -102,10 +102,22 @@ class MasterWeights:
         for name, buffer in self.buffers.items():
             self.masters[name].grad = buffer.float()
         self.buffers = {}
+        for name, fused in self._take_main_grads():
+            master = self.masters[name]
+            master.grad = fused if master.grad is None else master.grad.add_(fused)
         return {name: m.grad for name, m in self.masters.items() if m.grad is not None}
+
+    def _take_main_grads(self) -> list[tuple[str, Tensor]]:
+        """FP32 sums that products added up in `weight.main_grad` by themselves (ops/with_te.py)."""
+        held = [(name, getattr(weight, "main_grad", None)) for name, weight in self.weights.items()]
+        for name, fused in held:
+            if fused is not None:
+                self.weights[name].main_grad = None
+        return [(name, fused) for name, fused in held if fused is not None]
 
     def clear(self) -> None:
         self.buffers = {}
+        self._take_main_grads()
         for master in self.masters.values():
             master.grad = None
 

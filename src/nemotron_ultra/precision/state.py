@@ -15,10 +15,12 @@ class PrecisionState:
     """`generator` feeds stochastic rounding and is part of the checkpoint; `tally` counts NaN and infinities.
 
     Only gradients are rounded stochastically, so a forward pass leaves the generator alone.
+    default_generator: take torch's own of the device, which products of other libraries draw from.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", seed: int = 0):
-        self.generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, device: torch.device | str = "cpu", seed: int = 0, *, default_generator: bool = False):
+        generator = _default_generator(device) if default_generator else torch.Generator(device)
+        self.generator = generator.manual_seed(seed)
         self.tally = Tally()
 
     def seeds(self, count: int) -> list[int]:
@@ -36,3 +38,12 @@ class PrecisionState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.generator.set_state(state["generator"])
+
+
+def _default_generator(device: torch.device | str) -> torch.Generator:
+    device = torch.device(device)
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]

@@ -4,6 +4,7 @@ run.json.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 import nemotron_ultra
 from nemotron_ultra.config.plan import Plan, make_plan
 from nemotron_ultra.config.policy import PolicyTable
+from nemotron_ultra.config.te import Realisation
 from nemotron_ultra.observe.machine import machine_facts
 from nemotron_ultra.observe.numbers import compact
 from nemotron_ultra.ops import table
@@ -23,12 +25,12 @@ EMULATED = ("nvfp4", "mxfp8")
 def describe(run: Run) -> None:
     """Print the start panel and write the same facts, and more, to run.json."""
     plan = make_plan(run.config)
-    policy, device = run.engine.policy.table, run.engine.device
+    policy, realised, device = run.engine.policy.table, run.engine.policy.realised, run.engine.device
     data, backends = run.stream.describe(), backend_rows(run)
     run.folder.record(
         version=nemotron_ultra.__version__,
         **plan_facts(plan),
-        precision=precision_rows(policy, device),
+        precision=precision_rows(policy, device, realised),
         backends=backends,
         machine=machine_facts(),
         data=data,
@@ -39,7 +41,7 @@ def describe(run: Run) -> None:
         },
     )
     ops = "\n".join(f"{row['operation']} by {row['backend']}: {row['why']}" for row in backends)
-    run.console.panel(panel_rows(run, plan, precision_text(policy, device), ops, data))
+    run.console.panel(panel_rows(run, plan, precision_text(policy, device, realised), ops, data))
 
 
 def panel_rows(run: Run, plan: Plan, precision: str, ops: str, data: dict[str, Any]) -> list[Row]:
@@ -97,28 +99,34 @@ def data_line(run: Run, data: dict[str, Any]) -> str:
     return f"{', '.join(named)}{goal}; tokenizer {run.tokenizer.name}, {run.tokenizer.vocab_size} ids"
 
 
-def precision_rows(policy: PolicyTable, device: torch.device) -> list[dict[str, Any]]:
-    """The policy's table, and how each format is computed here."""
+def precision_rows(
+    policy: PolicyTable, device: torch.device, realised: Sequence[Realisation] = ()
+) -> list[dict[str, Any]]:
+    """The policy's table, how each format is computed here, and why."""
+    by_format = {row.format: row for row in realised}
     return [
         row
         | {
             "weights": policy.policy.weights,
-            "computed": computed(row["format"], device),
+            "computed": computed(row["format"], device, by_format.get(row["format"])),
+            "why": by_format[row["format"]].why if row["format"] in by_format else "",
             "gradients": _gradients(policy),
         }
         for row in policy.facts()
     ]
 
 
-def computed(format: str, device: torch.device) -> str:
-    """What multiplies the operands of a format: a CPU is slow in bf16, and no product here is FP4 or FP8."""
+def computed(format: str, device: torch.device, realised: Realisation | None = None) -> str:
+    """What multiplies the operands of a format: a CPU is slow in bf16, and emulated products are not FP4."""
+    if realised is not None and realised.name == "te":
+        return "by Transformer Engine"
     multiplied = "fp32" if device.type == "cpu" else "bf16"
     if format in EMULATED:
         return f"emulated: operands exact, products in {multiplied}"
     return "fp32" if format == "fp32" else multiplied
 
 
-def precision_text(policy: PolicyTable, device: torch.device) -> str:
+def precision_text(policy: PolicyTable, device: torch.device, realised: Sequence[Realisation] = ()) -> str:
     """One phrase where nothing is quantised, else a line per format; warnings of rules without effect."""
     end = "gradients, masters and moments fp32"
     if policy.policy.gradients_bf16:
@@ -128,8 +136,20 @@ def precision_text(policy: PolicyTable, device: torch.device) -> str:
     if not emulated:
         products = computed(policy.policy.weights, device)
         return "\n".join([f"{stored}, products {products}, {end}", *policy.warnings])
-    how = f"{', '.join(emulated)} {computed(emulated[0], device)}"
-    return "\n".join([*policy.summary(), how, f"{stored}, {end}", *policy.warnings])
+    how = _ways(emulated, device, {row.format: row for row in realised})
+    return "\n".join([*policy.summary(), *how, f"{stored}, {end}", *policy.warnings])
+
+
+def _ways(formats: Sequence[str], device: torch.device, realised: Mapping[str, Realisation]) -> list[str]:
+    """A line for each way that low-precision formats are computed in, and for each reason."""
+    ways: dict[str, list[str]] = {}
+    for format in formats:
+        row = realised.get(format)
+        way = computed(format, device, row)
+        if row is not None:
+            way = f"by {row.why}" if row.name == "te" else f"{way}, because {row.why}"
+        ways.setdefault(way, []).append(format)
+    return [f"{', '.join(names)} {way}" for way, names in ways.items()]
 
 
 def _gradients(policy: PolicyTable) -> str:
