@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 import pytest
 
 from nemotron_ultra.observe.chain_page import StageView, render_chain, stage_cost
-from nemotron_ultra.observe.comparison import compare, comparison_lines, gap_curve
+from nemotron_ultra.observe.comparison import compare, comparison_lines, gap_curve, running_mean
 from nemotron_ultra.observe.run_data import RunData
 from nemotron_ultra.precision.accumulation import accumulation_rows
 
@@ -45,6 +45,12 @@ def test_gaps_are_of_the_same_steps(runs):
     assert gap_curve(cut, base, "val/loss") == ([], [])
 
 
+def test_running_mean():
+    assert running_mean([1, 2, 6, 3], 3) == [1.5, 3, pytest.approx(11 / 3), 4.5]
+    assert running_mean([1, 2, 6], 1) == [1, 2, 6] and running_mean([], 4) == []
+    assert running_mean([1, 2, 6, 3], 2) == [1.5, 4, 4.5, 3]
+
+
 def test_figures_of_a_comparison(runs):
     base, low = compared(runs)["rows"]
     assert base["metrics"]["loss"]["gap"] is None
@@ -73,7 +79,9 @@ def page(runs, **changes):
 
 
 def test_page_shows_curves_gaps_and_differences(runs):
+    runs[0].config["precision"]["rules"], runs[1].config["precision"]["rules"] = [], [{"match": "mtp.*"}]
     text = page(runs)
+    assert text.index("precision.name") < text.index("Rules of the policies") < text.index("mtp.*")
     for part in (
         "Compared with bf16",
         "loss: gap to bf16 in %",

@@ -52,6 +52,13 @@ def gap_curve(run: RunData, base: RunData, key: str) -> Curve:
     return [step for step, _ in finite], [gap for _, gap in finite]
 
 
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Mean of the `width` values around each place, of fewer at both ends."""
+    before, after = (width - 1) // 2, width // 2 + 1
+    windows = (values[max(0, i - before) : i + after] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]
+
+
 def comparison_rows(
     found: Mapping[str, Any], gaps: Sequence[str] = ("gap",)
 ) -> tuple[list[str], list[list[str]]]:

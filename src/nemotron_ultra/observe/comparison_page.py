@@ -9,13 +9,15 @@ from typing import Any
 
 from nemotron_ultra.observe import tables
 from nemotron_ultra.observe.charts import card
-from nemotron_ultra.observe.comparison import comparison_rows, gap_curve, note
+from nemotron_ultra.observe.comparison import comparison_rows, gap_curve, note, running_mean
+from nemotron_ultra.observe.html import fold
 from nemotron_ultra.observe.numbers import fixed
 from nemotron_ultra.observe.run_data import RunData, config_differences
-from nemotron_ultra.observe.svg import SMOOTH_FROM, Chart, Line, smooth
+from nemotron_ultra.observe.svg import SMOOTH_FROM, Chart, Line
 
 # Keys that tell runs apart without changing what they compute.
 _NAMES = ("run.name", "run.dir", "trainer.checkpoint_every", "trainer.keep_every")
+_RULES = "precision.rules"
 _KINDS = ("coherent", "noisy")
 _CURVES = [("bf16", "coherent"), ("bf16", "noisy"), ("fp32", "coherent"), ("fp32", "noisy")]
 
@@ -108,7 +110,7 @@ def _by_format(rows: Sequence[Mapping[str, Any]], key: str) -> list[Line]:
 
 def _overlay(key: str, runs: Sequence[tuple[int, RunData]]) -> str:
     lines = [
-        Line(run.name, *run.curves[key], colour, dots=_is_sparse(run, key))
+        Line(run.name, *run.curves[key], colour, colour // 8, dots=_is_sparse(run, key))
         for colour, run in runs
         if key in run.curves
     ]
@@ -116,24 +118,27 @@ def _overlay(key: str, runs: Sequence[tuple[int, RunData]]) -> str:
 
 
 def _gaps(key: str, found: Mapping[str, Any], runs: Sequence[tuple[int, RunData]]) -> str:
-    """Smoothed gaps in percent, and the level that they may be held against."""
+    """Running means of the gaps in percent, and the level that they may be held against."""
     base = next((run for _, run in runs if run.name == found["baseline"]), None)
-    lines = []
+    lines, width = [], 1
     for colour, run in runs:
         if base is None or run is base:
             continue
         steps, gaps = gap_curve(run, base, key)
-        shown = smooth(gaps) if len(gaps) >= SMOOTH_FROM else gaps
+        width = max(width, len(gaps) // 10)
+        ys = [100 * gap for gap in running_mean(gaps, max(1, len(gaps) // 10))]
         if steps:
-            ys = [100 * gap for gap in shown]
-            lines.append(Line(run.name, steps, ys, colour, dots=_is_sparse(run, key), exact=True))
+            sparse = _is_sparse(run, key)
+            lines.append(Line(run.name, steps, ys, colour, colour // 8, dots=sparse, exact=True))
     level = (
         [(f"{found['level_name']}: {100 * found['level']:.2g} %", 100 * found["level"])]
         if found["level"]
         else []
     )
     title = f"{key}: gap to {found['baseline']} in %"
-    return card(Chart(title, lines, references=level, log_y=False))
+    return card(
+        Chart(title, lines, references=level, log_y=False, note=f"mean of {width} steps" if width > 1 else "")
+    )
 
 
 def _is_sparse(run: RunData, key: str) -> bool:
@@ -141,8 +146,14 @@ def _is_sparse(run: RunData, key: str) -> bool:
 
 
 def _differences(runs: list[RunData]) -> str:
-    rows = [[key, *values] for key, values in config_differences(runs) if key not in _NAMES]
-    if not rows:
+    """Keys that differ; the rules of a policy, which its name stands for, are folded away."""
+    found = [(key, values) for key, values in config_differences(runs) if key not in _NAMES]
+    found = [(key, values) for key, values in found if not all(value in (None, "absent") for value in values)]
+    rules = [[key, *values] for key, values in found if key.startswith(_RULES)]
+    rows = [[key, *values] for key, values in found if not key.startswith(_RULES)]
+    if not found:
         return ""
-    content = tables.table(["key", *(run.name for run in runs)], rows)
+    heads = ["key", *(run.name for run in runs)]
+    content = tables.table(heads, rows) if rows else ""
+    content += fold("Rules of the policies", tables.table(heads, rules)) if rules else ""
     return f'<h2>What differs in the configuration</h2><section class="card">{content}</section>'
