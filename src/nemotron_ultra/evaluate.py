@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("folder", metavar="RUN", help="folder of a run, or of weights (with recipe=NAME)")
-    add("overrides", nargs="*", metavar="key=value", help="as for nemotron_ultra.train")
+    add("overrides", nargs="*", default=[], metavar="key=value", help="as for nemotron_ultra.train")
     add("--problems", type=_count, metavar="N", help="problems a domain (tasks.validation_problems)")
     add("--max-new-tokens", type=_count, metavar="N", help="longest answer (rollout.max_new_tokens)")
     add("--config-dir", metavar="DIR", help="options and recipes of your own")

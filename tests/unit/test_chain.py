@@ -87,6 +87,7 @@ def test_shipped_chain_composes():
         ({"stages": [STAGES[1], STAGES[0]]}, "starts from pretrain, which comes later"),
         ({"stages": [STAGES[0], STAGES[0]]}, "two are named pretrain"),
         ({"stages": []}, "stages: .*allowed: at least one"),
+        ({"domains": []}, r"domains: got \[\].*the stage 'teacher_\{domain\}' stands for"),
         ({"stages": changed(1, recipe="stf")}, "stage sft: recipe: no recipe 'stf'.*'sft'"),
         ({"stages": changed(1, steps=4)}, "stages.1.steps: unknown key"),
         (
@@ -113,6 +114,8 @@ def test_mistakes_in_the_file(tmp_path, changes, said):
         ("pretrain:rollout.group_size=4", "no stage that it is meant for has such a group"),
         ("studnet:trainer.steps=4", "no stage 'studnet'.*'student'"),
         ("run.from=x", "the chain itself sets this key"),
+        ("recipe=sft", "the chain itself sets this key"),
+        ("student:recipe=sft", "the chain itself sets this key"),
         ("steps", "steps: not an override"),
     ],
 )

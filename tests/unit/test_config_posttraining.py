@@ -115,6 +115,11 @@ def mistakes(recipe: str, *overrides: str) -> list[str]:
         ),
         (
             "mopd",
+            ["teachers.folders.sumss=runs/x"],
+            "teachers.folders.sumss: teaches no domain (did you mean 'sums'?); allowed: sums, equations",
+        ),
+        (
+            "mopd",
             ["teachers.strict=false", "teachers.default=sumss"],
             "teachers.default: no teacher 'sumss' (did you mean 'sums'?)",
         ),

@@ -170,3 +170,9 @@ def test_command_mistakes(tmp_path, words, said, capsys):
     (tmp_path / "sft" / "run.json").write_text("{}")
     assert command.main([word.format(tmp_path) for word in words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_only_the_run_is_required(capsys):
+    with pytest.raises(SystemExit):
+        command.main([])
+    assert capsys.readouterr().err.rstrip().endswith("the following arguments are required: RUN")

@@ -43,6 +43,11 @@ def test_out(run, tmp_path):
     [
         (lambda folder: None, 2, "is not a folder"),
         (lambda folder: folder.mkdir(), 2, "is not a run folder"),
+        (
+            lambda folder: (folder.mkdir(), [(folder / f).touch() for f in ("scores.json", "report.html")]),
+            2,
+            "open the page of this chain",
+        ),
         (lambda folder: (folder.mkdir(), (folder / "config.yaml").touch()), 3, "no metrics.jsonl yet"),
         (lambda folder: (folder.mkdir(), (folder / "metrics.jsonl").touch()), 3, "holds no step"),
         (lambda folder: (folder.mkdir(), (folder / "metrics.jsonl").write_text("x\n{}\n")), 3, "line 1"),

@@ -106,7 +106,8 @@ def _unknown_key(parts: tuple[str | int, ...], path: str, found: Any, cls: type)
     names = schema.keys_of(parent)
     where = ".".join(map(str, parts[:-1]))
     hint = nearest(str(parts[-1]), names) or _elsewhere(str(parts[-1]), cls)
-    allowed = ", ".join(names) if len(names) <= 12 else f"see --help {where}"
+    listed = len(names) <= 12 or cls is not RunConfig
+    allowed = ", ".join(names) if listed else f"see --help {where}".rstrip()
     return f"{path}: unknown key, got {_short(found)}{hint}; allowed: {allowed}"
 
 

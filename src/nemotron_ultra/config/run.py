@@ -107,7 +107,8 @@ def _schedule_problems(c: RunConfig):
     if c.schedule.total_tokens is None and c.schedule.needs > c.total_tokens:
         yield (
             f"schedule.warmup_tokens: warmup + decay take {c.schedule.needs:g} tokens, the run has "
-            f"{c.total_tokens:g} (trainer.steps {c.trainer.steps} x {c.tokens_per_step:,})"
+            f"{c.total_tokens:g} (trainer.steps {c.trainer.steps} x {c.tokens_per_step:,}); raise "
+            "trainer.steps, or lower schedule.warmup_tokens or decay_tokens"
         )
     for key, value in (("min_lr", c.schedule.min_lr), ("initial_lr", c.schedule.initial_lr)):
         if value > c.optim.lr:

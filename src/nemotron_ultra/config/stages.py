@@ -120,6 +120,14 @@ def _teacher_problems(c: RunConfig) -> Iterator[str]:
     for domain in c.teachers.domains:
         if domain not in known:
             yield f"teachers.domains.{domain}: no such domain in tasks{close_to(domain, known)}"
+    used = {c.teachers.name_for(domain) for domain in known} | {c.teachers.default}
+    used |= set(c.teachers.domains.values())
+    for name in teachers:
+        if name not in used:
+            yield (
+                f"teachers.folders.{name}: teaches no domain{close_to(name, known)}; leave it out, or set "
+                f"teachers.domains.DOMAIN={name}"
+            )
     for domain in c.tasks.trained:
         if c.teachers.name_for(domain) is None:
             yield (

@@ -79,9 +79,12 @@ def load_run(folder: str | Path) -> RunData:
         is_run = (path / "run.json").is_file() or (path / "config.yaml").is_file()
         if is_run:
             raise DataError(f"{path} has no metrics.jsonl yet", do="wait until its first step is done")
+        chain = (path / "scores.json").is_file() and (path / "report.html").is_file()
         raise ConfigError(
             f"{path} is not a run folder: it has no metrics.jsonl",
-            do="name the folder of a run, such as runs/pretrain",
+            do=f"open the page of this chain, {path / 'report.html'}, or name the folder of one of its stages"
+            if chain
+            else "name the folder of a run, such as runs/pretrain",
         )
     curves = curves_of(read_metrics(path / "metrics.jsonl"))
     if not curves:

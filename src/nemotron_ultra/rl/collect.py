@@ -47,6 +47,7 @@ class Collector:
                 f"step {step}: every prompt is longer than the limit",
                 got=f"{len(asked)} prompts of {min(len(p) for _, _, p in asked)} tokens and more",
                 allowed=f"data.sequence_length - rollout.max_new_tokens = {self._limit} tokens",
+                do="raise data.sequence_length, or lower rollout.max_new_tokens",
             )
         size = self.options.group_size
         completions = self.generator.generate(

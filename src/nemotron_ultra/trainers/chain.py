@@ -28,7 +28,7 @@ from nemotron_ultra.trainers.chain_file import (
     read_chain,
 )
 
-_OWN_KEYS = ("run.from", "teachers.folders")  # the chain says these of every stage
+_OWN_KEYS = ("recipe=", "run.from", "teachers.folders")  # the chain says these of every stage
 
 
 @dataclass(frozen=True, kw_only=True)

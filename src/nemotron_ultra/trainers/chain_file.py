@@ -117,6 +117,12 @@ def read_chain(file: Path) -> ChainOptions:
 
 def expand(options: ChainOptions, file: Path) -> list[tuple[StageOptions, str | None]]:
     """Every stage with its domain, if it has one. Raises ConfigError for an order that cannot be run."""
+    templates = [stage.name for stage in options.stages if DOMAIN in f"{stage.name} {stage.teachers}"]
+    if templates and not options.domains:
+        raise ConfigError(
+            f"{file}: domains: got []; allowed: at least one domain, which {DOMAIN} of the stage "
+            f"'{templates[0]}' stands for"
+        )
     expanded = [one for stage in options.stages for one in _one_a_domain(stage, options.domains)]
     _check_order(file, [stage for stage, _ in expanded], options.comparison)
     return expanded

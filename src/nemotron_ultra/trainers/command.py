@@ -26,7 +26,8 @@ def in_run_folder(config: RunConfig, train: Train) -> int:
     console = Console(steps, config.log.every)
     with RunFolder.open(config) as folder:
         if folder.finished_steps >= steps:
-            console.note(f"this run is finished: {folder.finished_steps} of {steps} steps")
+            asked = f" of {steps} steps" if folder.finished_steps == steps else f" steps, {steps} asked for"
+            console.note(f"this run is finished: {folder.finished_steps}{asked}")
             return _finish(config, folder, console)
         if folder.finished_steps and folder.checkpoint is None:  # step 1 would erase its curves
             raise CheckpointError(
