@@ -125,7 +125,7 @@ def test_recomputed_blocks_give_the_same_gradients():
 
 
 def test_module_without_a_low_precision_product_is_refused():
-    with pytest.raises(ConfigError, match="lm_head has no low-precision product; got nvfp4; allowed: bf16"):
+    with pytest.raises(ConfigError, match="lm_head cannot be nvfp4: the head has no low-precision product"):
         apply_policy(micro_model(), policy_of(("lm_head", "nvfp4")))
 
 

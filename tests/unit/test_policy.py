@@ -263,10 +263,18 @@ def test_gradients_that_mtp_shares_stay_fp32(glob):
     ],
 )
 def test_blocks_must_divide_the_inputs(format, changes, said):
-    overrides = ["precision=nvfp4", "precision.rules=[]", f"precision.default={format}"]
+    rules = "precision.rules=[{match: lm_head, format: bf16}]"
+    overrides = ["precision=nvfp4", rules, f"precision.default={format}"]
     load_recipe("pretrain", overrides)
     with pytest.raises(ConfigError, match=said):
         load_recipe("pretrain", [*overrides, *changes])
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_a_head_in_low_precision_is_refused_before_anything_is_built(format):
+    overrides = ["precision=nvfp4", "precision.rules=[]", f"precision.default={format}"]
+    with pytest.raises(ConfigError, match=f"precision.rules: lm_head cannot be {format}.*bf16 or fp32"):
+        load_recipe("pretrain", overrides)
 
 
 def test_shipped_policies_have_no_idle_rule():

@@ -228,7 +228,7 @@ def module_kind(name: str) -> str:
 
 
 def shape_problems(modules: Modules, precision: PrecisionConfig, model: ModelConfig) -> Iterator[str]:
-    """One line for each kind of module whose inputs are not a whole number of its format's blocks."""
+    """One line for each kind of module that cannot be in its format: the head, or inputs of broken blocks."""
     if not set(precision.formats) & set(BLOCK):
         return
     told = set()
@@ -236,6 +236,12 @@ def shape_problems(modules: Modules, precision: PrecisionConfig, model: ModelCon
         if not module_flops(name, shapes, model):
             continue
         format = module_format(name, precision, model)
+        if name == "lm_head" and format in BLOCK:
+            yield (
+                f"rules: lm_head cannot be {format}: the head has no low-precision product; give it bf16 or "
+                "fp32 by an earlier rule"
+            )
+            continue
         block, kind = BLOCK.get(format, 1), (name.partition(".mixer.")[2] or name, format)
         wrong = [shape for shape in shapes.values() if len(shape) > 1 and shape[-1] % block]
         if wrong and kind not in told:

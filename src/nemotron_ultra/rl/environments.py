@@ -202,5 +202,6 @@ def _refused(domain: str, name: str, args: Mapping[str, Any], error: Exception) 
     return ConfigError(
         f"tasks.domains.{domain}.args: {name} cannot make problems with them",
         got=f"{args or 'no args'}: {type(error).__name__}: {error}",
-        do="its options are the fields of the generator's configuration in reasoning_gym",
+        do="its options are the fields of the generator's configuration in reasoning_gym; "
+        f"'~tasks.domains.{domain}.args' drops those that came with the option",
     )
