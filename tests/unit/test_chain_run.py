@@ -3,12 +3,13 @@
 import functools
 import json
 import shutil
+import sys
 
 import pytest
 from filelock import FileLock
 
 from nemotron_ultra.config.compose import to_yaml
-from nemotron_ultra.errors import CheckpointError, ConfigError
+from nemotron_ultra.errors import BackendError, CheckpointError, ConfigError
 from nemotron_ultra.observe.console import Console
 from nemotron_ultra.observe.metrics import MetricsLog
 from nemotron_ultra.trainers.chain import load_chain
@@ -117,6 +118,7 @@ def test_recovery_of_one_domain():
     assert recovery(0.5, 0.9, 0.7) == pytest.approx(0.5)
     assert recovery(0.5, 0.9, 0.4) == pytest.approx(-0.25) and recovery(0.5, 0.9, 1.0) == pytest.approx(1.25)
     assert recovery(0.5, 0.5, 0.7) is None and recovery(0.5, 0.4, 0.7) is None
+    assert recovery(0.5, 0.50003, 0.6) is None  # a lead that is noise
 
 
 def test_scores_of_other_weights_or_other_settings_do_not_count(chain):
@@ -198,3 +200,10 @@ def test_a_folder_that_cannot_be_made(chain):
     chain.folder.parent.write_text("a file")
     with pytest.raises(ConfigError, match="cannot be used"):
         run_chain(chain, refuse, Console(7))
+
+
+def test_tasks_are_tried_before_the_first_stage(chain, monkeypatch):
+    """Without the library the chain ends before its pretraining."""
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(BackendError, match=r"pip install 'nemotron-ultra\[rl\]'"):
+        run_chain(chain, lambda words: pytest.fail("trained"), Console(1))

@@ -22,6 +22,7 @@ from nemotron_ultra.observe.comparison import compare, comparison_lines
 from nemotron_ultra.observe.console import Console
 from nemotron_ultra.observe.html import write_report
 from nemotron_ultra.precision.accumulation import accumulation_rows
+from nemotron_ultra.rl.environments import make_environments
 from nemotron_ultra.trainers.branch import begin_branch
 from nemotron_ultra.trainers.chain import Chain, Stage
 from nemotron_ultra.trainers.evaluation import (
@@ -33,6 +34,8 @@ from nemotron_ultra.trainers.evaluation import (
     write_json,
 )
 from nemotron_ultra.trainers.run_folder import changed_keys
+
+SMALLEST_LEAD = 0.01  # of a teacher, below which a recovery rate would be noise over noise
 
 Train = Callable[[Sequence[str]], int]
 
@@ -62,6 +65,7 @@ def run_chain(chain: Chain, train: Train, console: Console) -> int:
     trained: set[str] = set()
     with _locked(chain.folder):
         check_folder(chain)
+        check_tasks(chain)
         measure_accumulation(chain, console)
         for number, stage in enumerate(chain.stages, 1):
             head = f"stage {number} of {len(chain.stages)}: {stage.name}"
@@ -103,6 +107,13 @@ def accumulation(chain: Chain) -> dict[str, Any] | None:
     """The content of the chain's accumulation.json, if it was measured as the chain asks."""
     found = read_json(chain.folder / ACCUMULATION)
     return found if found and found.get("settings") == to_dict(chain.accumulation) else None
+
+
+def check_tasks(chain: Chain) -> None:
+    """Make the first problems now: a missing library or a wrong argument is told before hours of training."""
+    configs = [stage.config for stage in chain.stages if stage.config.tasks is not None]
+    if configs:
+        make_environments(configs[0].tasks, configs[0].run.seed)
 
 
 def score_stage(chain: Chain, stage: Stage, console: Console) -> None:
@@ -200,9 +211,9 @@ def chain_recovery(chain: Chain, scores: Mapping[str, Mapping[str, float] | None
 
 
 def recovery(student: float, teacher: float, mopd: float) -> float | None:
-    """(MOPD - student) / (teacher - student); None where the teacher is not ahead of the student."""
+    """(MOPD - student) / (teacher - student); None where the teacher leads by less than SMALLEST_LEAD."""
     gap = teacher - student
-    return (mopd - student) / gap if gap > 1e-9 else None
+    return (mopd - student) / gap if gap >= SMALLEST_LEAD else None
 
 
 def table_lines(found: Mapping[str, Any]) -> list[str]:
