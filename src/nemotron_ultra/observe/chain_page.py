@@ -17,8 +17,8 @@ from nemotron_ultra.errors import ConfigError, DataError
 from nemotron_ultra.observe import tables
 from nemotron_ultra.observe.charts import card
 from nemotron_ultra.observe.comparison_page import accumulation_section, comparison_section
-from nemotron_ultra.observe.html import check_page, document, fold, save_page
-from nemotron_ultra.observe.numbers import compact, duration, fixed
+from nemotron_ultra.observe.html import check_page, document, fold, sample, save_page
+from nemotron_ultra.observe.numbers import compact, duration
 from nemotron_ultra.observe.run_data import RunData, load_run
 from nemotron_ultra.observe.svg import Chart, Line
 
@@ -231,9 +231,9 @@ def _samples(stages: Sequence[StageView]) -> str:
         if not rows:
             continue
         shown, rest = _newest_of_each(rows)
-        content = "".join(map(_sample, shown))
+        content = "".join(map(sample, shown))
         if rest:
-            content += fold(f"{len(rest)} more", "".join(map(_sample, rest[:50])))
+            content += fold(f"{len(rest)} more", "".join(map(sample, rest[:50])))
         blocks.append(fold(f"{stage.name}: {len(rows)} samples", content, opened=stage is stages[-1]))
     return f"<h2>Samples</h2>{''.join(blocks)}" if blocks else ""
 
@@ -246,18 +246,6 @@ def _newest_of_each(rows: Sequence[Mapping[str, Any]]) -> tuple[list, list]:
         seen[domain] = seen.get(domain, 0) + 1
         (shown if seen[domain] <= _SAMPLES else rest).append(row)
     return shown, rest
-
-
-def _sample(row: Mapping[str, Any]) -> str:
-    facts = [f"step {tables.text(row.get('step', ''))}"]
-    facts += [tables.text(row["domain"])] if "domain" in row else []
-    facts += [f"reward {fixed(row['reward'])}"] if "reward" in row else []
-    facts += ["cut at the limit"] if row.get("finish_reason") == "length" else []
-    prompt, text = (html.escape(str(row.get(key, ""))) for key in ("prompt", "text"))
-    return (
-        f'<div class="sample"><p class="faint">{" · ".join(facts)}</p>'
-        f'<pre><span class="prompt">{prompt}</span>{text}</pre></div>'
-    )
 
 
 def _costs(stages: Sequence[StageView]) -> str:

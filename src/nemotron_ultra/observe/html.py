@@ -9,7 +9,7 @@ import contextlib
 import html
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -229,18 +229,24 @@ def _samples(run: RunData, number: int, several: bool) -> str:
         return ""
     newest = list(reversed(run.samples))
     shown, rest = newest[:_SHOWN_SAMPLES], newest[_SHOWN_SAMPLES:]
-    content = "".join(map(_sample, shown))
+    content = "".join(map(sample, shown))
     if rest:
-        content += fold(f"{len(rest)} earlier samples", "".join(map(_sample, rest)))
+        content += fold(f"{len(rest)} earlier samples", "".join(map(sample, rest)))
     title = _run_title("Text samples", run, number, several)
     return f'<h2>{title}</h2><section class="card">{content}</section>'
 
 
-def _sample(sample: dict[str, object]) -> str:
-    step, prompt, text = (sample.get(key, "") for key in ("step", "prompt", "text"))
+def sample(row: Mapping[str, object]) -> str:
+    """One row of samples.jsonl: a continuation, or a rollout with its domain, reward and end."""
+    facts = [f"step {tables.text(row.get('step', ''))}"]
+    facts += [tables.text(row["domain"])] if "domain" in row else []
+    facts += [f"reward {fixed(row['reward'])}"] if "reward" in row else []
+    facts += ["cut at the limit"] if row.get("finish_reason") == "length" else []
+    prompt, text = (html.escape(str(row.get(key, ""))) for key in ("prompt", "text"))
+    arrow = " &rarr; " if "domain" in row else ""  # an answer does not continue its question
     return (
-        f'<div class="sample"><p class="faint">step {tables.text(step)}</p>'
-        f'<pre><span class="prompt">{html.escape(str(prompt))}</span>{html.escape(str(text))}</pre></div>'
+        f'<div class="sample"><p class="faint">{" · ".join(facts)}</p>'
+        f'<pre><span class="prompt">{prompt}{arrow}</span>{text}</pre></div>'
     )
 
 
