@@ -100,3 +100,21 @@ def test_operands_are_made_once_per_version():
         down.add_(0)
     run(x, indices, weights, up, down)
     assert run.operands is not made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_activations_of_other_dtypes(dtype):
+    x, indices, weights, up, down = inputs()
+    y = QuantizedExperts(NEAREST, PrecisionState())(x, indices, weights, up, down)
+    other = x.detach().bfloat16().to(dtype).requires_grad_()
+    z = QuantizedExperts(NEAREST, PrecisionState())(other, indices, weights, up, down)
+    z.sum().backward()
+    assert z.dtype == other.grad.dtype == dtype and torch.equal(z, y.to(dtype))
+
+
+def test_other_weights_give_other_operands():
+    run, (x, indices, weights, up, down) = QuantizedExperts(NEAREST, PrecisionState()), inputs()
+    other = nn.Parameter(down.detach().flip(0))
+    fresh = QuantizedExperts(NEAREST, PrecisionState())(x, indices, weights, up, other)
+    before = run(x, indices, weights, up, down)
+    assert torch.equal(run(x, indices, weights, up, other), fresh) and not torch.equal(before, fresh)

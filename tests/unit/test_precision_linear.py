@@ -1,5 +1,7 @@
 """Products in NVFP4, MXFP8 and BF16: operands, padding, caching, random state, bad shapes."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -108,6 +110,26 @@ def test_operand_of_a_weight_is_made_once_per_version():
     assert torch.allclose(product(x, weight), 2 * before) and product.operands is not made
 
 
+def test_operand_of_another_weight_is_made_anew():
+    x, weight, _ = tensors()
+    product, other = Nvfp4Product(), nn.Parameter(tensors(seed=1)[1].detach())
+    first, second = (Nvfp4Product()(x, w) for w in (weight, other))
+    assert torch.equal(product(x, weight), first) and torch.equal(product(x, other), second)
+    assert torch.equal(product(x, other.detach().bfloat16()), second)
+    weight.data = other.detach().clone()
+    assert torch.equal(product(x, weight), second)
+
+
+def test_copied_product_does_not_trust_its_operands():
+    module = Linear(64, 32)
+    module.weight, module.product = tensors()[1], Nvfp4Product()
+    x = tensors()[0]
+    before = module(x)
+    with torch.no_grad():
+        module.weight.mul_(2)
+    assert torch.allclose(copy.deepcopy(module)(x), 2 * before)
+
+
 def test_stochastic_rounding_moves_on_and_comes_back():
     x, weight, dy = tensors()
     state = PrecisionState(seed=3)
@@ -157,3 +179,12 @@ def test_more_axes_and_float64():
     assert torch.equal(Nvfp4Product()(x.view(4, 12, 64), weight).view(48, 32), y)
     double = Nvfp4Product()(x.double(), weight.double())
     assert double.dtype == torch.float64 and torch.allclose(double.float(), y)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_bf16_activations_and_weights(name):
+    x, weight, dy = (t.detach().bfloat16() for t in tensors())
+    low = gradients(PRODUCTS[name](), x, nn.Parameter(weight), dy)
+    wide = gradients(PRODUCTS[name](), x.float(), nn.Parameter(weight.float()), dy.float())
+    for a, b in zip(low, wide, strict=True):
+        assert a.dtype == torch.bfloat16 and torch.equal(a, b.bfloat16())

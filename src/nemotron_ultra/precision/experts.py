@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from nemotron_ultra.ops.experts import dispatch
 from nemotron_ultra.ops.scratch import scratch
 from nemotron_ultra.ops.spread import spread
-from nemotron_ultra.precision.formats import Format, Operand, multiply
+from nemotron_ultra.precision.formats import Format, Operand, Source, multiply
 from nemotron_ultra.precision.state import PrecisionState
 
 Operands = list[tuple[Operand, Operand]]
@@ -31,7 +31,7 @@ class QuantizedExperts:
 
     def __init__(self, format: Format, state: PrecisionState):
         self.format, self.state = format, state
-        self.versions: tuple[int, int] = (-1, -1)
+        self.sources = (Source(), Source())
         self.operands: tuple[Operands, Operands] | None = None
 
     def __call__(
@@ -39,16 +39,18 @@ class QuantizedExperts:
     ) -> Tensor:
         block = self.format.block if torch.is_grad_enabled() else 1  # only wgrad contracts tokens
         plan = plan_rows(indices_TK, len(up_EFL), block)
-        return _QuantizedExperts.apply(x_TL, weights_TK.to(x_TL.dtype), up_EFL, down_ELF, plan, self)
+        # On a CPU operands and sums are float32, whatever the dtype of activations.
+        wide_TL = x_TL.float() if x_TL.device.type == "cpu" else x_TL
+        weights_TK = weights_TK.to(wide_TL.dtype)
+        return _QuantizedExperts.apply(wide_TL, weights_TK, up_EFL, down_ELF, plan, self).to(x_TL.dtype)
 
     def weights(self, up_EFL: Tensor, down_ELF: Tensor) -> tuple[Operands, Operands]:
         """For each expert the operands for fprop and dgrad of its two matrices."""
         if up_EFL.is_inference() or down_ELF.is_inference():
             return self._weights(up_EFL), self._weights(down_ELF)
-        versions = (up_EFL._version, down_ELF._version)
-        if self.versions != versions:
+        if not (self.sources[0].is_still(up_EFL) and self.sources[1].is_still(down_ELF)):
             self.operands = (self._weights(up_EFL), self._weights(down_ELF))
-            self.versions = versions
+            self.sources = (Source(up_EFL), Source(down_ELF))
         return self.operands
 
     def _weights(self, weight_ENK: Tensor) -> Operands:

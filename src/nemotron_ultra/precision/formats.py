@@ -151,6 +151,27 @@ class Bf16:
         return self.rows(x_MK).T
 
 
+class Source:
+    """The weight, at one version, that an operand was made of.
+
+    It holds the memory, so that no other weight can come to lie there. Writing through `.data` counts no
+    version and goes unseen.
+    """
+
+    def __init__(self, weight: Tensor | None = None):
+        self.memory = None if weight is None else weight.detach()
+        self.version = -1 if weight is None else weight._version
+
+    def is_still(self, weight: Tensor) -> bool:
+        if self.memory is None or self.version != weight._version or self.memory.dtype != weight.dtype:
+            return False
+        layouts = ((t.data_ptr(), t.shape, t.stride()) for t in (self.memory, weight))
+        return next(layouts) == next(layouts)
+
+    def __deepcopy__(self, memo: dict) -> Source:
+        return Source()  # a copied weight counts its versions from 0 again
+
+
 def wide(x_bf16: Tensor) -> Tensor:
     """x in the dtype that operands are multiplied in: bf16 holds them exactly, a CPU is faster in float32."""
     if x_bf16.device.type != "cpu":

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from nemotron_ultra.config.precision import Nvfp4Config
 from nemotron_ultra.ops.scratch import recycled
-from nemotron_ultra.precision.formats import Bf16, Format, Mxfp8, Nvfp4, Operand, multiply, padded
+from nemotron_ultra.precision.formats import Bf16, Format, Mxfp8, Nvfp4, Operand, Source, multiply, padded
 from nemotron_ultra.precision.state import PrecisionState
 
 
@@ -26,7 +26,7 @@ class QuantizedProduct:
 
     def __init__(self, format: Format, state: PrecisionState):
         self.format, self.state = format, state
-        self.version = -1
+        self.source = Source()
         self.operands: tuple[Operand, Operand] | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -38,8 +38,8 @@ class QuantizedProduct:
         """Operands for fprop and dgrad, [N rounded up to a block, K]."""
         if weight_NK.is_inference():
             return self._weight(weight_NK)
-        if self.version != weight_NK._version:
-            self.operands, self.version = self._weight(weight_NK), weight_NK._version
+        if not self.source.is_still(weight_NK):
+            self.operands, self.source = self._weight(weight_NK), Source(weight_NK)
         return self.operands
 
     def _weight(self, weight_NK: Tensor) -> tuple[Operand, Operand]:
@@ -104,9 +104,10 @@ class _Product(torch.autograd.Function):
 
 
 def _result(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Uninitialised memory for a result, used again where it is large, float32 for float64; not a view, since
-    the next operation may write over it.
+    """Uninitialised memory for a result, used again where it is large; not a view, since the next operation
+    may write over it. float32 for float64, and on a CPU always, where operands and sums are float32.
     """
-    memory = recycled(shape, like.float() if like.dtype == torch.float64 else like)
+    wide = like.dtype == torch.float64 or like.device.type == "cpu"
+    memory = recycled(shape, like.new_empty(0, dtype=torch.float32) if wide else like)
     fresh = torch.empty(0, dtype=memory.dtype, device=memory.device)
     return fresh.set_(memory.untyped_storage(), memory.storage_offset(), memory.shape, memory.stride())
