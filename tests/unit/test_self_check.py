@@ -62,6 +62,20 @@ def test_differences_are_recorded(tmp_path):
     assert self_check.SAMPLER_TOLERANCE["fp32"] == 1e-4 and self_check.TEACHER_TOLERANCE["fp32"] == 1e-5
 
 
+def test_a_broken_scorer_is_refused(tmp_path, monkeypatch, capsys):
+    """It raises on everything, which counts as 0: without the check every answer would be wrong."""
+
+    def fails(self, answer, entry):
+        raise ValueError("signal only works in main thread")
+
+    monkeypatch.setattr(
+        "reasoning_gym.arithmetic.basic_arithmetic.BasicArithmeticDataset.score_answer", fails
+    )
+    monkeypatch.setattr("reasoning_gym.dataset.ProceduralDataset.score_answer", fails)
+    assert train.main(["recipe=grpo", *rollout_overrides(tmp_path, **WORDS)]) == BackendError.exit_code
+    assert "the scorer of domain sums gives its own solution nothing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("prompt", [[1, 1, 5], [5, 1], [1, 5, 1]])
 def test_bos_twice_or_in_the_middle(prompt):
     check_bos([[1, 5, 6], [5, 6]], bos_id=1)

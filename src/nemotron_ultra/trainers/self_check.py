@@ -7,6 +7,7 @@ teacher scores one position late, two BOS, another tokenizer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -32,6 +33,7 @@ def check_rollouts(
     """Draw a few answers with the weights of now and compare. Raises BackendError or DataError; on success
     the largest differences are noted on the screen and in run.json.
     """
+    check_scorers(environments)
     groups = _short_answers(generator, collect, environments)
     check_bos([g.rollouts[0].prompt for g in groups], run.tokenizer.bos_id)
     rows = torch.zeros(len(groups))
@@ -59,8 +61,25 @@ def check_rollouts(
     run.folder.record(self_checks={"sampler_minus_learner": sampler, "student_as_teacher": gap})
     run.console.note(
         f"self-checks: sampler = learner within {sampler:.1e}, student as its own teacher {gap:.1e}, "
-        "labels follow tokens, at most one BOS"
+        "labels follow tokens, at most one BOS, every scorer knows its own answer"
     )
+
+
+def check_scorers(environments: Mapping[str, Environment]) -> None:
+    """Raises BackendError if a domain's scorer gives its own solution nothing.
+
+    A scorer that fails scores 0, so a broken one would look like a policy that is always wrong. Asked from
+    another thread, as rollouts drawn ahead are: scorers that use signals fail there alone.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        for domain, environment in environments.items():
+            problem = environment.held_out(0)
+            if problem.answer and pool.submit(environment.score, problem, problem.answer).result() <= 0:
+                raise BackendError(
+                    f"self-check: the scorer of domain {domain} gives its own solution nothing",
+                    got=f"a score of 0 for {problem.answer!r} to {problem.question!r}",
+                    do="the generator or its library is broken here; leave the domain out",
+                )
 
 
 def check_bos(prompts: Sequence[Sequence[int]], bos_id: int | None) -> None:
