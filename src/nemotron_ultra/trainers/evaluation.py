@@ -29,6 +29,7 @@ from nemotron_ultra.model.hf_folder import load_model
 from nemotron_ultra.rl.environments import Environment, make_environments
 from nemotron_ultra.rl.rollout import Problem
 from nemotron_ultra.trainers.build import DTYPES, choose_device
+from nemotron_ultra.trainers.self_check import check_scorers
 from nemotron_ultra.trainers.weights import check_tokenizer, weights_folder
 
 SCORES, ANSWERS = "scores.json", "answers.jsonl"
@@ -179,6 +180,7 @@ def score_weights(
     _check_rows(weights, model.config.vocab_size, tokenizer.vocab_size)
     tasks = replace(tasks, validation_problems=problems or tasks.validation_problems)
     environments = make_environments(tasks, config.run.seed)
+    check_scorers(environments)
     chat, begun = ChatTemplate(tokenizer), time.perf_counter()
     limit = max_new_tokens or longest_answer(config, chat, environments, tasks)
     answers = answer_held_out(
