@@ -30,6 +30,7 @@ LEVELS = {
 ENTRY = 7
 HEAVY = {"mamba_ssm", "causal_conv1d", "transformer_engine", "vllm", "megatron", "ray"}
 ADAPTERS = {"ops/with_mamba_ssm.py", "ops/with_te.py", "ops/with_flash.py", "engine/megatron_engine.py"}
+ADAPTERS |= {"generation/vllm_generator.py"}
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60

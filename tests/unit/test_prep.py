@@ -19,6 +19,7 @@ from nemotron_ultra.data.prepare import Job, prepare
 from nemotron_ultra.data.shards import Shard
 from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.errors import DataError
+from nemotron_ultra.prep import text
 
 TOKENIZER = load_tokenizer("builtin")
 
@@ -330,7 +331,7 @@ def test_the_command_needs_no_torch():
 
 
 def test_progress_says_rate_and_time_left(tmp_path):
-    progress = prep.Progress(2000)
+    progress = text.Progress(2000)
     files = find_files([str(write_jsonl(tmp_path / "a.jsonl", ["a"]))], tmp_path / "out")
     job, parts = job_for(files[0].path, tmp_path / "out", 0)
     prepare(job, parts, progress=progress)

@@ -232,7 +232,3 @@ def _count(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is below 0")
     return value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,27 @@
+"""python -m nemotron_ultra.prep [COMMAND] ...: from text, chats and prompts to what the trainers read."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from nemotron_ultra.prep.text import run, summary
+
+__all__ = ["COMMANDS", "main", "run", "summary"]
+
+# Each is a module of this package with main(argv) -> exit status. Without a command the input is text.
+COMMANDS: dict[str, str] = {
+    "text": "texts -> token shards for pretraining (the default)",
+    "sft": "conversations -> packed rows with loss masks",
+    "prompts": "prompts of RL environments -> one checked file of rows",
+    "preview": "what is trained and what is not, in the terminal and as a page",
+    "synth": "seeds -> generated, checked, deduplicated, decontaminated samples",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Dispatch to a command; returns the exit status of the process."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "text"
+    return importlib.import_module(f"nemotron_ultra.prep.{name}").main(arguments)
