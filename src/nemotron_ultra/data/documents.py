@@ -25,7 +25,7 @@ BOM = b"\xef\xbb\xbf"
 READ_BYTES = 1 << 20
 
 # JSON can spell half of a surrogate pair, which no UTF-8 can hold.
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
@@ -97,7 +97,9 @@ def _split(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
 
 
 def _jsonl(piece: Piece, reading: Reading) -> Iterator[Document]:
-    for offset, line in _lines(piece):
+    for offset, line in read_lines(piece):
+        if not line.strip():
+            continue
         name = f"{piece.name}:byte {offset}"
         try:
             text, invalid = line.decode("utf-8"), False
@@ -114,8 +116,8 @@ def _jsonl(piece: Piece, reading: Reading) -> Iterator[Document]:
         yield _checked(name, row[reading.text_field], invalid)
 
 
-def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """Lines that begin in start..stop, blank ones left out."""
+def read_lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """(byte offset, line) of the lines that begin in start..stop."""
     with open_binary(piece.path) as file:
         at = piece.start
         if at:
@@ -126,8 +128,7 @@ def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
             line = file.readline()
             if not line:
                 return
-            if line.strip():
-                yield at, line
+            yield at, line
             at += len(line)
 
 
@@ -161,7 +162,7 @@ def _checked(name: str, value: object, invalid: bool = False) -> Document:
         return Document(name, dropped="text is not a string")
     if not value or value.isspace():
         return Document(name, dropped="empty")
-    text = _LONE_SURROGATE.sub("\ufffd", value) if _LONE_SURROGATE.search(value) else value
+    text = LONE_SURROGATE.sub("\ufffd", value) if LONE_SURROGATE.search(value) else value
     return Document(name, text, invalid=invalid or text is not value)
 
 

@@ -42,6 +42,17 @@ def prep_command(folder: Path | str) -> str:
     return f"make it with: python -m nemotron_ultra.prep INPUT... --out {folder}"
 
 
+def same_identity(out: Path, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+    """Raises DataError naming every key in which a folder's identity is not the one of this command."""
+    changed = [key for key in mine | theirs if theirs.get(key) != mine.get(key)]
+    if changed:
+        raise DataError(
+            f"{out} belongs to a preparation with other {' and '.join(changed)}",
+            got="; ".join(f"{key}: {theirs.get(key)} there, {mine.get(key)} here" for key in changed),
+            do="name another --out, or remove the folder",
+        )
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write, sync and rename, so that the file is either absent, old or whole."""
     temporary = path.with_name(path.name + ".tmp")

@@ -24,6 +24,7 @@ from nemotron_ultra.data.manifest import (
     damaged_files,
     file_facts,
     read_manifest,
+    same_identity,
     write_json,
     xz_bits_per_byte,
 )
@@ -106,7 +107,7 @@ def prepare(
 
 def _finished(out: Path, identity: dict[str, Any]) -> dict[str, Any]:
     manifest = read_manifest(out)
-    _same(out, manifest["identity"], identity)
+    same_identity(out, manifest["identity"], identity)
     damaged = damaged_files(out, manifest)
     if damaged:
         raise DataError(
@@ -122,7 +123,7 @@ def _open_parts(out: Path, identity: dict[str, Any]) -> Path:
     folder = out / PARTS
     plan = folder / PLAN
     if plan.is_file():
-        _same(out, json.loads(plan.read_text(encoding="utf-8")), identity)
+        same_identity(out, json.loads(plan.read_text(encoding="utf-8")), identity)
         return folder
     there = [path.name for split in SPLITS for path in shard_files(out / split) if path.exists()]
     if there:
@@ -130,16 +131,6 @@ def _open_parts(out: Path, identity: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(plan, identity)
     return folder
-
-
-def _same(out: Path, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
-    changed = [key for key in mine if theirs.get(key) != mine[key]]
-    if changed:
-        raise DataError(
-            f"{out} belongs to a preparation with other {' and '.join(changed)}",
-            got="; ".join(f"{key}: {theirs.get(key)} there, {mine[key]} here" for key in changed),
-            do="name another --out, or remove the folder",
-        )
 
 
 def _empty(total: Receipt) -> DataError:
