@@ -53,6 +53,20 @@ def test_prefill_and_steps(golden, dtype):
     close(logits_BSV[:, 1:], tensors["decode.step_logits"], 1e-4)
 
 
+@DTYPES
+def test_prefill_and_one_multi_token_step(golden, dtype):
+    """After half of its tokens is kept, the rest comes again."""
+    path, tensors = case(golden, "f_decode", "decode.input_ids")
+    model, ids_BS = load_model(path, dtype=dtype), tensors["decode.input_ids"]
+    first, (rows, last) = int(tensors["decode.prefill_len"]), ids_BS.shape
+    _, cache = prefilled(model, ids_BS[:, :first], last)
+    for begin, keep in ((first, 6), (first + 6, last - first - 6)):
+        logits_BKV = apply_head(model.extend(ids_BS[:, begin:], cache), model.lm_head.weight)
+        cache.commit([keep] * rows)
+        close(logits_BKV, tensors["decode.full_logits_f64"][:, begin:], BOUND[dtype])
+        close(logits_BKV, tensors["decode.chunked_logits"][:, begin:], 1e-4)
+
+
 def test_cache_contents(golden):
     path, tensors = case(golden, "f_decode", "decode.input_ids")
     model, ids_BS = load_model(path), tensors["decode.input_ids"]
@@ -73,7 +87,7 @@ def check_cache(cache: Cache, tensors: dict[str, torch.Tensor], prefix: str, len
         layer, what = key.split(".")
         state = cache.layers[int(layer)]
         if what == "conv_state":
-            actual, value = torch.stack(state.window, -1), value[..., 1:]
+            actual, value = state.window_BKC.mT, value[..., 1:]
         elif what == "ssm_state":
             actual = state.ssm_BGNX.transpose(2, 3).reshape(value.shape)
         else:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
 
 from micro import micro_batches, micro_engine, micro_model, step, weights
-from nemotron_ultra.errors import DataError
+from nemotron_ultra.errors import ConfigError, DataError
 from nemotron_ultra.model.cache import Cache
 from nemotron_ultra.model.hybrid import HybridLM
+from nemotron_ultra.ops.segments import Segments
 
 BOUND = {torch.float32: 1e-4, torch.float64: 1e-9}
 LENGTHS = (1, 2, 3, 5, 19, 40)  # shorter than the convolution's window, longer than a chunk
@@ -76,7 +78,7 @@ def test_uniform_lengths_need_no_mask():
     _, cache = prefill(model, rows, 12)
     for number in range(5):
         hidden_BD, rows = advance(model, cache, rows, number)
-        assert cache.mask_BS is None
+        assert cache.mask_BKS is None
     check(model, hidden_BD, rows)
 
 
@@ -84,7 +86,7 @@ def test_select_repeats_and_leaves_out_rows():
     model, rows = micro_model(torch.float64), tokens(3, 8, 21)
     hidden_BD, cache = prefill(model, rows, 30)
     index_B = torch.tensor([2, 0, 2, 2])
-    wide, rows = cache.select(index_B), [rows[i] for i in index_B]
+    wide, rows = cache.select(index_B, model.config), [rows[i] for i in index_B]
     for number in range(4):
         hidden_BD, rows = advance(model, wide, rows, number)
     check(model, hidden_BD, rows)
@@ -95,7 +97,7 @@ def test_copies_share_nothing():
     model, rows = micro_model(), tokens(9)
     _, cache = prefill(model, rows, 30)
     before = copy.deepcopy([layer for layer in cache.layers if layer is not None])
-    wide = cache.select(torch.tensor([0, 0]))
+    wide = cache.select(torch.tensor([0, 0]), model.config)
     advance(model, wide, rows * 2, 0)
     after = [layer for layer in cache.layers if layer is not None]
     for old, new in zip(before, after, strict=True):
@@ -133,12 +135,125 @@ def test_only_rows_that_fill_holes_are_copied():
 
 
 @pytest.mark.parametrize("dtype", list(BOUND), ids=["fp32", "fp64"])
-def test_bytes_of_a_slot(dtype):
-    model, rows = micro_model(dtype), tokens(4, 6)
-    c, (_, cache) = model.config, prefill(model, rows, 10)
-    keys = 2 * c.num_key_value_heads * c.head_dim * 10
-    mamba = c.conv_dim * (c.conv_kernel - 1) + c.mamba_inner * c.ssm_state_size
-    assert cache.nbytes == 2 * dtype.itemsize * (keys + mamba)
+@pytest.mark.parametrize(("ssm_format", "size"), [("fp32", None), ("fp16_sr", 2), ("int8_sr", 1 + 4 / 16)])
+def test_bytes_of_a_slot(dtype, ssm_format, size):
+    """`size`: bytes of a number of the SSM state; 16 of them share a scale of 4 bytes."""
+    model = micro_model(dtype)
+    c, cache = model.config, model.new_cache(3, 10, ssm_format)
+    keys = 2 * c.num_key_value_heads * c.head_dim * 10 + c.conv_dim * (c.conv_kernel - 1)
+    expected = dtype.itemsize * keys + (size or dtype.itemsize) * c.mamba_inner * c.ssm_state_size
+    assert Cache.bytes_per_slot(c, 10, ssm_format, dtype) == expected
+    assert cache.nbytes == 3 * expected
+    mtp = model.new_cache(2, 10, pattern=c.mtp_pattern)
+    assert mtp.nbytes == 2 * Cache.bytes_per_slot(c, 10, dtype=dtype, pattern=c.mtp_pattern)
+
+
+def test_more_slots_than_memory_is_an_error_before_allocation():
+    config = micro_model().config
+    each = Cache.bytes_per_slot(config, 1 << 20)
+    with pytest.raises(ConfigError, match=rf"slots.*1000000 slots x {each:,} bytes.*bytes are free on cpu"):
+        Cache.empty(config, 1_000_000, 1 << 20)
+    with pytest.raises(ConfigError, match=r"ssm_format.*got 'fp8'.*fp32, fp16_sr, int8_sr"):
+        Cache.empty(config, 1, 8, ssm_format="fp8")
+    with pytest.raises(ConfigError, match=r"int8_sr.*ssm_state_size 192"):
+        Cache.empty(micro_model(ssm_state_size=192).config, 1, 8, ssm_format="int8_sr")
+
+
+def extend(model: HybridLM, cache: Cache, rows: list[torch.Tensor], count: int, keep: list[int], seed: int):
+    """`count` tokens for every row, of which keep[b] stay; each token's hidden state is checked."""
+    new_BK = torch.stack(tokens(*[count] * len(rows), seed=seed))
+    hidden_BKD = model.extend(new_BK, cache)
+    for k in range(count):
+        check(model, hidden_BKD[:, k], [torch.cat([row, new_BK[b, : k + 1]]) for b, row in enumerate(rows)])
+    cache.commit(keep)
+    return [torch.cat([row, new_BK[b, : keep[b]]]) for b, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("dtype", list(BOUND), ids=["fp32", "fp64"])
+@pytest.mark.parametrize("changes", [{}, {"pattern": "M", "conv_kernel": 2, "use_conv_bias": False}])
+def test_extend_and_commit_equal_the_full_forward(changes, dtype):
+    """Rows keep different numbers of their tokens, none and all among them, steps and extends mixed."""
+    model, rows = micro_model(dtype, **changes), tokens(*LENGTHS)
+    _, cache = prefill(model, rows, 70)
+    rows = extend(model, cache, rows, 5, [0, 1, 2, 3, 4, 5], 1)
+    hidden_BD, rows = advance(model, cache, rows, 2)
+    check(model, hidden_BD, rows)
+    rows = extend(model, cache, rows, 2, [2, 0, 2, 1, 0, 0], 3)
+    rows = extend(model, cache, rows, 1, [1, 0, 1, 1, 1, 0], 4)
+    hidden_BD, rows = advance(model, cache, rows, 5)
+    check(model, hidden_BD, rows)
+    assert cache.lengths == cache.length_B.tolist() == [len(row) for row in rows]
+
+
+@pytest.mark.parametrize("dtype", list(BOUND), ids=["fp32", "fp64"])
+@pytest.mark.parametrize("cuts", [(1,), (2, 3), (16, 17, 33), (30,)])
+def test_a_prompt_in_chunks_equals_the_prompt_at_once(cuts, dtype):
+    """Three rows whose chunks begin and end anywhere, then steps and an extend."""
+    model, rows = micro_model(dtype), tokens(40, 45, 38)
+    bounds, cache = [0, *cuts, None], None
+    for begin, end in pairwise(bounds):
+        parts = [row[begin:end] for row in rows]
+        cu_seqlens = torch.tensor([0, *map(len, parts)]).cumsum(0).to(torch.int32)
+        hidden_BD, cache = model.prefill(torch.cat(parts), cu_seqlens, cache or 60)
+        check(model, hidden_BD, [row[:end] for row in rows])
+    hidden_BD, rows = advance(model, cache, rows, 0)
+    check(model, hidden_BD, rows)
+    extend(model, cache, rows, 3, [3, 1, 0], 7)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_come_and_go(seed):
+    """Four slots; rows are admitted where one is free, dropped at random, and always equal full forwards."""
+    model, draw = micro_model(torch.float64), torch.Generator().manual_seed(seed)
+    cache, rows = model.new_cache(4, 60), []
+    for number in range(14):
+        new = tokens(*torch.randint(1, 20, (cache.free,), generator=draw).tolist(), seed=100 * seed + number)
+        if new:
+            _, prompts = prefill(model, new, 20)
+            index_B = torch.randint(len(new), (len(new),), generator=draw)
+            cache.admit(prompts, index_B)
+            rows += [new[i] for i in index_B]
+        hidden_BD, rows = advance(model, cache, rows, number)
+        check(model, hidden_BD, rows)
+        order_B = cache.drop(torch.rand(len(rows), generator=draw) < 0.4)
+        rows = [rows[i] for i in order_B]
+        assert cache.lengths == cache.length_B.tolist() == [len(row) for row in rows]
+
+
+@pytest.mark.parametrize(("ssm_format", "bound"), [("fp16_sr", 0.02), ("int8_sr", 0.2)])
+def test_states_of_fewer_bits_are_near_and_do_not_feel_their_company(ssm_format, bound):
+    model, rows = micro_model(), tokens(7, 12, 7)
+    _, prompts = prefill(model, rows, 12)
+    wide, alone = model.new_cache(4, 40, ssm_format), model.new_cache(1, 40, ssm_format)
+    wide.admit(prompts, torch.tensor([0, 1, 2]))
+    alone.admit(prompts, torch.tensor([1]))
+    for number in range(10):
+        hidden_BD, rows = advance(model, wide, rows, number)
+        (hidden_D,) = model.step(rows[1][-1:], alone)
+        assert (hidden_D - hidden_BD[1]).abs().max() < 1e-4
+    gap_BD = hidden_BD - torch.stack([last_hidden(model, row) for row in rows])
+    assert 0 < gap_BD.abs().max() < bound
+
+
+def test_the_mtp_module_in_steps_equals_the_forward():
+    """Depth 1 over a prompt in two pieces and an extend, and then depth 2 on what depth 1 gave."""
+    model, (row,) = micro_model(torch.float64), tokens(24)
+    with torch.no_grad():
+        output = model(row, mtp_depths=2)
+        ahead_TD = [model.backbone.embeddings(row[k:]) for k in (1, 2)]
+    hidden = output.hidden_TD
+    for depth, expected_TD in enumerate(output.mtp_hidden_JTD, 1):
+        cache = model.new_cache(1, 24, pattern=model.config.mtp_pattern)
+        cache.admit_new(1)
+        e_TD, last = ahead_TD[depth - 1], 24 - depth
+        parts = [
+            model.mtp.prefill(hidden[a:b], e_TD[a:b], Segments(b - a), cache, depth)
+            for a, b in ((0, 9), (9, 15))
+        ]
+        parts += list(model.mtp.extend(hidden[None, 15:last], e_TD[None, 15:], cache, depth))
+        cache.commit([last - 15])
+        hidden = torch.cat(parts)
+        assert (hidden - expected_TD[:last]).abs().max() < 1e-9
 
 
 def test_weights_of_sixteen_bits_have_a_float32_state():

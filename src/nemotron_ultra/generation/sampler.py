@@ -171,7 +171,7 @@ class _Wave:
         bounds = torch.tensor([0, *map(len, places)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         capacity = max(map(len, places)) + self.options.max_new_tokens - 1
         hidden_UD, cache = self.model.prefill(tokens_T, bounds, capacity)
-        self.cache = cache if len(places) == len(index_B) else cache.select(index_B)
+        self.cache = cache if len(places) == len(index_B) else cache.select(index_B, self.model.config)
         self.stats["prefill_tokens"] += len(tokens_T)
         return hidden_UD[index_B]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -9,7 +11,7 @@ from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.model.cache import Cache, KeyValues
 from nemotron_ultra.model.linear import Linear
 from nemotron_ultra.ops.segments import Segments
-from nemotron_ultra.ops.step import attention_step
+from nemotron_ultra.ops.step import attention_extend
 from nemotron_ultra.ops.table import choose
 
 
@@ -31,24 +33,43 @@ class Attention(nn.Module):
         q, k, v = self._heads(x_TD)
         return self.o_proj(self.attend(q, k, v, segments).flatten(1))
 
-    def prefill(self, x_TD: Tensor, segments: Segments, capacity: int) -> tuple[Tensor, KeyValues]:
-        """`forward`, and the keys and values of each document with room for `capacity` tokens."""
+    def prefill(self, x_TD: Tensor, segments: Segments, state: KeyValues, cache: Cache) -> Tensor:
+        """`forward`, each document continuing its row of `state`; keys and values are added there."""
         q, k, v = self._heads(x_TD)
-        dtype = torch.promote_types(k.dtype, torch.float32)
-        shape = (segments.count, k.shape[1], capacity, self.head_dim)
-        state = KeyValues(*(torch.zeros(shape, dtype=dtype, device=k.device) for _ in range(2)))
+        place_T = segments.position_T + cache.length_B[segments.index_T]
         for home, rows in zip(state.tensors(), (k, v), strict=True):
-            home[segments.index_T, :, segments.position_T] = rows.to(dtype)
-        return self.o_proj(self.attend(q, k, v, segments).flatten(1)), state
+            home[segments.index_T, :, place_T] = rows.to(home.dtype)
+        if any(cache.lengths):
+            y_THP = self._continued(q.to(state.key_BGSP.dtype), segments, state, cache).to(q.dtype)
+        else:
+            y_THP = self.attend(q, k, v, segments)
+        return self.o_proj(y_THP.flatten(1))
+
+    def _continued(self, q_THP: Tensor, segments: Segments, state: KeyValues, cache: Cache) -> Tensor:
+        """Attention of each document to all that its row holds, [T, H, P]."""
+        parts = []
+        for row, (begin, end) in enumerate(pairwise(segments.bounds)):
+            total = cache.lengths[row] + end - begin
+            mask_KS = torch.ones(end - begin, total, dtype=torch.bool, device=q_THP.device)
+            mask_KS = mask_KS.tril(cache.lengths[row])
+            key, value = (home[row : row + 1, :, :total] for home in state.tensors())
+            parts.append(attention_extend(q_THP[None, begin:end], key, value, mask_KS[None])[0])
+        return torch.cat(parts)
 
     def step(self, x_BD: Tensor, state: KeyValues, cache: Cache) -> Tensor:
         """The next token of every row, [B, D] -> [B, D]; its key and value are added to `state`."""
-        q, k, v = (rows.to(state.key_BGSP.dtype) for rows in self._heads(x_BD))
+        return self.extend(x_BD[:, None], state, cache)[:, 0]
+
+    def extend(self, x_BKD: Tensor, state: KeyValues, cache: Cache) -> Tensor:
+        """The next K tokens of every row, [B, K, D] -> [B, K, D]."""
+        dtype = state.key_BGSP.dtype
+        q, k, v = (rows.unflatten(0, x_BKD.shape[:2]).to(dtype) for rows in self._heads(x_BKD.flatten(0, 1)))
+        place_BK = cache.places_BK(x_BKD.shape[1])
         for home, rows in zip(state.tensors(), (k, v), strict=True):
-            home[cache.rows_B, :, cache.length_B] = rows
+            home[cache.rows_B[:, None], :, place_BK] = rows
         key, value = (home[: cache.size, :, : cache.longest] for home in state.tensors())
-        y_BHP = attention_step(q, key, value, cache.mask_BS)
-        return self.o_proj(y_BHP.flatten(1).to(x_BD.dtype))
+        y_BKHP = attention_extend(q, key, value, cache.mask_BKS)
+        return self.o_proj(y_BKHP.flatten(2).flatten(0, 1).to(x_BKD.dtype)).unflatten(0, x_BKD.shape[:2])
 
     def _heads(self, x_TD: Tensor) -> tuple[Tensor, ...]:
         projections = (self.q_proj, self.k_proj, self.v_proj)

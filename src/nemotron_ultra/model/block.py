@@ -15,7 +15,6 @@ from nemotron_ultra.model.router import Routing
 from nemotron_ultra.ops.segments import Segments
 
 MIXERS = {"M": Mamba2Mixer, "E": LatentMoE, "*": Attention, "-": MLP}
-WITH_MEMORY = "M*"
 
 
 class Block(nn.Module):
@@ -37,17 +36,24 @@ class Block(nn.Module):
             y_TD = self.mixer(self.norm(x_TD), segments)
         return x_TD + y_TD, routing
 
-    def prefill(self, x_TD: Tensor, segments: Segments, capacity: int) -> tuple[Tensor, State | None]:
-        """`forward`, and what the layer remembers of each document."""
-        if self.letter not in WITH_MEMORY:
-            return self(x_TD, segments)[0], None
-        y_TD, state = self.mixer.prefill(self.norm(x_TD), segments, capacity)
-        return x_TD + y_TD, state
+    def prefill(self, x_TD: Tensor, segments: Segments, state: State | None, cache: Cache) -> Tensor:
+        """`forward`, document b continuing row b of the layer's state, which moves on."""
+        if state is None:
+            return self(x_TD, segments)[0]
+        return x_TD + self.mixer.prefill(self.norm(x_TD), segments, state, cache)
 
     def step(self, x_BD: Tensor, state: State | None, cache: Cache) -> Tensor:
         """The next token of every live row of the cache, [B, D] -> [B, D]."""
-        u_BD = self.norm(x_BD)
-        if state is not None:
-            return self.mixer.step(u_BD, state, cache).add_(x_BD)
-        y_BD = self.mixer(u_BD, None)
-        return x_BD + (y_BD[0] if self.letter == "E" else y_BD)
+        if state is None:
+            return self._without_memory(x_BD)
+        return x_BD + self.mixer.step(self.norm(x_BD), state, cache)
+
+    def extend(self, x_BKD: Tensor, state: State | None, cache: Cache) -> Tensor:
+        """The next K tokens of every live row, [B, K, D] -> [B, K, D]; `Cache.commit` says how many stay."""
+        if state is None:
+            return self._without_memory(x_BKD.flatten(0, 1)).view(x_BKD.shape)
+        return x_BKD + self.mixer.extend(self.norm(x_BKD), state, cache)
+
+    def _without_memory(self, x_TD: Tensor) -> Tensor:
+        y_TD = self.mixer(self.norm(x_TD), None)
+        return x_TD + (y_TD[0] if self.letter == "E" else y_TD)

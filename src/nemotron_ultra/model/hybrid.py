@@ -181,28 +181,61 @@ class HybridLM(nn.Module):
         return logits_BSV
 
     @torch.no_grad()
-    def prefill(self, tokens_T: Tensor, cu_seqlens: Tensor | None, capacity: int) -> tuple[Tensor, Cache]:
-        """Packed prompts -> (hidden [prompts, D] of each one's last token, a cache with one row a prompt).
+    def prefill(
+        self, tokens_T: Tensor, cu_seqlens: Tensor | None, room: int | Cache, *, every: bool = False
+    ) -> tuple[Tensor, Cache]:
+        """Packed documents -> (hidden [documents, D] of each one's last token, a cache with a row for each).
 
-        `capacity`: the most tokens, prompt included, that a row will hold. A longer prompt is a DataError.
+        room: the most tokens that a row of a new cache will hold, or a cache whose live rows the documents
+        continue, one each. every: the hidden states of all tokens, [T, D]. Raises DataError for a document
+        longer than there is room.
         """
         segments = Segments(tokens_T.shape[0], cu_seqlens, tokens_T.device)
-        cache = Cache.of_prompts(segments, capacity)
+        cache = room
+        if not isinstance(cache, Cache):
+            cache = self.new_cache(segments.count, room)
+            cache.admit_new(segments.count)
+        cache.open(segments.lengths)
         (x_TD,) = self._embed(tokens_T, 0, segments)
-        for layer in self.backbone.layers:
-            x_TD, state = layer.prefill(x_TD, segments, capacity)
-            cache.layers.append(state)
-        return self.backbone.norm_f(x_TD[cache.length_B.cumsum(0) - 1]), cache
+        for layer, state in zip(self.backbone.layers, cache.layers, strict=True):
+            x_TD = layer.prefill(x_TD, segments, state, cache)
+        cache.close()
+        ends = [end - 1 for end in segments.bounds[1:]]
+        return self.backbone.norm_f(x_TD if every else x_TD[ends]), cache
 
     @torch.no_grad()
     def step(self, tokens_B: Tensor, cache: Cache) -> Tensor:
         """One more token of every live row of the cache -> hidden [B, D] after the final norm."""
         x_BD = F.embedding(tokens_B, self.backbone.embeddings.weight).to(self.compute_dtype)
-        cache.open_step()
+        cache.open([1] * cache.size)
         for layer, state in zip(self.backbone.layers, cache.layers, strict=True):
             x_BD = layer.step(x_BD, state, cache)
-        cache.close_step()
+        cache.close()
         return self.backbone.norm_f(x_BD)
+
+    @torch.no_grad()
+    def extend(self, tokens_BK: Tensor, cache: Cache) -> Tensor:
+        """K more tokens of every live row -> hidden [B, K, D]; then `cache.commit(keep_B)` must follow."""
+        x_BKD = F.embedding(tokens_BK, self.backbone.embeddings.weight).to(self.compute_dtype)
+        cache.open([tokens_BK.shape[1]] * cache.size)
+        for layer, state in zip(self.backbone.layers, cache.layers, strict=True):
+            x_BKD = layer.extend(x_BKD, state, cache)
+        return self.backbone.norm_f(x_BKD)
+
+    def new_cache(
+        self, slots: int, capacity: int, ssm_format: str = "fp32", pattern: str | None = None
+    ) -> Cache:
+        """`Cache.empty` for this model; pattern=config.mtp_pattern: for its MTP module."""
+        weight = self.lm_head.weight
+        return Cache.empty(
+            self.config,
+            slots,
+            capacity,
+            ssm_format=ssm_format,
+            dtype=torch.promote_types(weight.dtype, torch.float32),
+            device=weight.device,
+            pattern=pattern,
+        )
 
     def _embed(self, tokens_T: Tensor, depths: int, segments: Segments) -> tuple[Tensor, ...]:
         """Embeddings of the tokens and of those 1..depths ahead: one lookup, so one gradient of the table."""

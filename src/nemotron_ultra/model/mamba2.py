@@ -15,7 +15,7 @@ from nemotron_ultra.ops.mamba_interior import InteriorSizes, mamba_interior
 from nemotron_ultra.ops.norm import gated_rms_norm
 from nemotron_ultra.ops.segments import Segments
 from nemotron_ultra.ops.ssd import ssd_scan
-from nemotron_ultra.ops.step import conv_step, ssd_step
+from nemotron_ultra.ops.step import conv_extend, conv_step, ssd_extend, ssd_step
 
 
 def recycling_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -75,13 +75,19 @@ class Mamba2Mixer(nn.Module):
         )
         return self.out_proj(y_TD.to(x_TD.dtype))
 
-    def prefill(self, x_TD: Tensor, segments: Segments, capacity: int) -> tuple[Tensor, MambaState]:
-        """`forward` by separate functions, and the state after each document, whatever the capacity."""
+    def prefill(self, x_TD: Tensor, segments: Segments, state: MambaState, cache: Cache) -> Tensor:
+        """`forward` by separate functions, each document continuing its row of `state`, which moves on."""
         z_TD, xbc_TC, dt_TH = self._columns(x_TD)
         weight_CK, bias_C = self._conv_weights(xbc_TC.dtype)
-        xbc_TC, window = causal_conv_silu_window(xbc_TC, weight_CK, bias_C, segments)
+        rows, s = slice(0, segments.count), self.sizes
+        window_BKC = state.window_BKC[rows]
+        xbc_TC, window = causal_conv_silu_window(xbc_TC, weight_CK, bias_C, segments, window_BKC.mT)
+        window_BKC.copy_(window.mT)
         x, B, C = self._scan_inputs(xbc_TC)
         A_H, D_H, dt_bias_H = self._head_weights(z_TD.dtype)
+        initial = None
+        if any(cache.lengths):
+            initial = state.ssm.load(rows).transpose(2, 3).reshape(-1, s.heads, s.head_dim, s.state)
         y, ssm_BHPN = ssd_scan(
             x[None],
             dt_TH[None],
@@ -90,21 +96,42 @@ class Mamba2Mixer(nn.Module):
             C[None],
             D_H,
             dt_bias_H,
-            self.sizes.dt_limit,
+            s.dt_limit,
+            initial_state_BHPN=initial,
             cu_seqlens=segments.cu_seqlens,
-            chunk_size=self.sizes.chunk,
+            chunk_size=s.chunk,
         )
-        return self._out(y[0], z_TD, x_TD.dtype), MambaState.of(ssm_BHPN, window, self.sizes.groups)
+        ssm_BGNX = ssm_BHPN.flatten(1, 2).unflatten(1, (s.groups, -1)).transpose(2, 3)
+        state.ssm.store(rows, ssm_BGNX, cache.length_B)
+        return self._out(y[0], z_TD, x_TD.dtype)
 
     def step(self, x_BD: Tensor, state: MambaState, cache: Cache) -> Tensor:
         """The next token of every row, [B, D] -> [B, D]; `state` moves on by it."""
         z_BD, xbc_BC, dt_BH = self._columns(x_BD)
         weight_CK, bias_C = self._conv_weights(xbc_BC.dtype)
-        x, B, C = self._scan_inputs(conv_step(xbc_BC, state.window, weight_CK.T.contiguous(), bias_C))
+        rows = slice(0, cache.size)
+        x, B, C = self._scan_inputs(conv_step(xbc_BC, state.window_BKC[rows], weight_CK.T, bias_C))
         A_H, D_H, dt_bias_H = self._head_weights(z_BD.dtype)
         dt_BH = F.softplus(dt_BH + dt_bias_H).clamp_(*self.sizes.dt_limit)
-        y_BHP = ssd_step(x, dt_BH, A_H, B, C, D_H, state.ssm_BGNX[: cache.size])
+        ssm_BGNX = state.ssm.load(rows)
+        y_BHP = ssd_step(x, dt_BH, A_H, B, C, D_H, ssm_BGNX)
+        state.ssm.store(rows, ssm_BGNX, cache.length_B)
         return self._out(y_BHP, z_BD, x_BD.dtype)
+
+    def extend(self, x_BKD: Tensor, state: MambaState, cache: Cache) -> Tensor:
+        """The next K tokens of every row, [B, K, D] -> [B, K, D]; `state` waits for `Cache.commit`."""
+        shape = x_BKD.shape[:2]
+        z_TD, xbc_TC, dt_TH = self._columns(x_BKD.flatten(0, 1))
+        weight_CK, bias_C = self._conv_weights(xbc_TC.dtype)
+        rows = slice(0, cache.size)
+        window_BKC, xbc_BKC = state.window_BKC[rows], xbc_TC.unflatten(0, shape)
+        xbc_BKC, full_BTC = conv_extend(xbc_BKC, window_BKC, weight_CK.T, bias_C)
+        x, B, C = self._scan_inputs(xbc_BKC)
+        A_H, D_H, dt_bias_H = self._head_weights(z_TD.dtype)
+        dt_BKH = F.softplus(dt_TH + dt_bias_H).clamp_(*self.sizes.dt_limit).unflatten(0, shape)
+        y_BKHP, tokens = ssd_extend(x, dt_BKH, A_H, B, C, D_H, state.ssm.load(rows))
+        state.pending = (full_BTC, tokens)
+        return self._out(y_BKHP.flatten(0, 1), z_TD, x_BKD.dtype).unflatten(0, shape)
 
     def _columns(self, x_TD: Tensor) -> tuple[Tensor, ...]:
         """z | x, B, C together | dt, in float32 or float64."""
@@ -113,7 +140,7 @@ class Mamba2Mixer(nn.Module):
         return zxbcdt_TW.split([self.sizes.inner, self.sizes.channels, self.sizes.heads], -1)
 
     def _scan_inputs(self, xbc_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> x [T, H, P], B and C [T, G, N]."""
+        """-> x [..., H, P], B and C [..., G, N]."""
         s = self.sizes
         x, B, C = xbc_TC.split([s.inner, s.groups * s.state, s.groups * s.state], -1)
         return (

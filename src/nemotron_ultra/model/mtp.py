@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.model.block import Block
+from nemotron_ultra.model.cache import Cache
 from nemotron_ultra.model.linear import Linear
 from nemotron_ultra.model.norm import RMSNorm
 from nemotron_ultra.model.router import Routing
@@ -60,10 +61,8 @@ class MTPHead(nn.Module):
         """hidden_TD after the final norm; embedded[k-1] [T, D] of the tokens k ahead. Returns [J, T, D]."""
         outputs = []
         for depth, e_TD in enumerate(embedded, 1):
-            first = self.length * (min(depth, self.modules_stored) - 1)
-            layers = self.layers[first : first + self.length]
-            pair = torch.cat([layers[0].enorm(e_TD), layers[0].hnorm(hidden_TD)], -1)
-            x_TD = layers[0].eh_proj(pair)
+            first, layers = self._module(depth)
+            x_TD = _joined(layers, hidden_TD, e_TD)
             for index, layer in enumerate(layers, first):
                 x_TD, routing = layer(x_TD, segments, balance)
                 if routing is not None:
@@ -71,3 +70,40 @@ class MTPHead(nn.Module):
             hidden_TD = layers[-1].final_layernorm(x_TD)
             outputs.append(hidden_TD)
         return torch.stack(outputs)
+
+    @torch.no_grad()
+    def prefill(
+        self, hidden_TD: Tensor, embedded_TD: Tensor, segments: Segments, cache: Cache, depth: int = 1
+    ) -> Tensor:
+        """One module over packed documents, each continuing its row of a cache of config.mtp_pattern.
+
+        hidden_TD: of the depth before (0: after the final norm); embedded_TD: of the tokens `depth` ahead.
+        -> [T, D], of which the shared head predicts the tokens depth + 1 ahead.
+        """
+        _, layers = self._module(depth)
+        cache.open(segments.lengths)
+        x_TD = _joined(layers, hidden_TD, embedded_TD)
+        for layer, state in zip(layers, cache.layers, strict=True):
+            x_TD = layer.prefill(x_TD, segments, state, cache)
+        cache.close()
+        return layers[-1].final_layernorm(x_TD)
+
+    @torch.no_grad()
+    def extend(self, hidden_BKD: Tensor, embedded_BKD: Tensor, cache: Cache, depth: int = 1) -> Tensor:
+        """`prefill` of K more tokens of every live row, [B, K, D]; `cache.commit(keep_B)` must follow."""
+        _, layers = self._module(depth)
+        cache.open([hidden_BKD.shape[1]] * cache.size)
+        x_BKD = _joined(layers, hidden_BKD, embedded_BKD)
+        for layer, state in zip(layers, cache.layers, strict=True):
+            x_BKD = layer.extend(x_BKD, state, cache)
+        return layers[-1].final_layernorm(x_BKD)
+
+    def _module(self, depth: int) -> tuple[int, nn.ModuleList]:
+        """The module that serves a depth, and the flat index of its first layer."""
+        first = self.length * (min(depth, self.modules_stored) - 1)
+        return first, self.layers[first : first + self.length]
+
+
+def _joined(layers: nn.ModuleList, hidden: Tensor, embedded: Tensor) -> Tensor:
+    head = layers[0]
+    return head.eh_proj(torch.cat([head.enorm(embedded), head.hnorm(hidden)], -1))
