@@ -1,0 +1,85 @@
+"""Rows of JSONL and parquet files, each with its place ("file:line") or the reason it is none."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemotron_ultra.data.documents import BOM, open_binary
+from nemotron_ultra.data.inputs import InputFile, find_files, parquet_module
+from nemotron_ultra.errors import DataError
+
+NOT_JSON = "not JSON"
+NOT_UTF8 = "not UTF-8"
+NOT_AN_OBJECT = "not a JSON object"
+
+
+@dataclass(frozen=True)
+class Row:
+    """`value`, or `dropped`: why there is none. place: FILE:LINE, lines from 1 (parquet: rows from 1)."""
+
+    place: str
+    value: dict[str, Any]
+    dropped: str | None = None
+
+
+def find_row_files(inputs: list[str], out: Path) -> list[InputFile]:
+    """The JSONL and parquet files among `inputs` (files or folders). Raises DataError for a file of another
+    kind that was named itself, and for no file at all."""
+    files = find_files(inputs, out)
+    for file in files:
+        if file.kind == "text" and Path(file.source).expanduser().is_file():
+            raise DataError("input holds no rows", got=file.path, allowed=".jsonl, .ndjson, .parquet")
+    rows = [file for file in files if file.kind != "text"]
+    if not rows:
+        raise DataError("no .jsonl, .ndjson or .parquet file in the input", got=" ".join(inputs))
+    return rows
+
+
+def read_rows(file: InputFile) -> Iterator[Row]:
+    """Rows of one file in order; blank lines are none. Raises DataError if it cannot be read at all."""
+    try:
+        yield from _parquet(file) if file.kind == "parquet" else _jsonl(file)
+    except DataError:
+        raise
+    except (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"cannot read {file.path}", got=error) from error
+
+
+def parse_line(line: bytes) -> tuple[dict[str, Any], str | None]:
+    """(object, None), or ({}, reason) for a line that holds none."""
+    try:
+        value = json.loads(line.removeprefix(BOM).decode("utf-8"))
+    except UnicodeDecodeError:
+        return {}, NOT_UTF8
+    except (ValueError, RecursionError):
+        return {}, NOT_JSON
+    return (value, None) if isinstance(value, dict) else ({}, NOT_AN_OBJECT)
+
+
+def _jsonl(file: InputFile) -> Iterator[Row]:
+    with open_binary(file.path) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                value, dropped = parse_line(line)
+                yield Row(f"{file.name}:{number}", value, dropped)
+
+
+def _parquet(file: InputFile) -> Iterator[Row]:
+    number = 0
+    for batch in parquet_module().ParquetFile(file.path).iter_batches(batch_size=256):
+        for value in batch.to_pylist():
+            number += 1
+            yield Row(f"{file.name}:{number}", _without_none(value))
+
+
+def _without_none(value: Any) -> Any:
+    """A table gives every row the fields of all rows; those that a row does not have are None."""
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value

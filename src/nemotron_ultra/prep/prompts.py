@@ -1,0 +1,175 @@
+"""python -m nemotron_ultra.prep prompts INPUT... --out DIR: prompts of RL -> one checked form."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from nemotron_ultra.data.inputs import find_files, with_digests
+from nemotron_ultra.data.json_rows import find_row_files
+from nemotron_ultra.data.prompt_rows import Prompt
+from nemotron_ultra.data.prompts import Length, PromptOptions, prepare_prompts
+from nemotron_ultra.data.tokenizer import load_tokenizer
+from nemotron_ultra.errors import ConfigError, DataError, NemotronError
+from nemotron_ultra.prep.text import fraction
+
+HELP = """\
+Check prompts of RL environments and write DIR/{train,valid}.jsonl, DIR/manifest.json. One line is
+  {"messages": [...], "domain": "...", "environment": {"name": "...", "args": {...}}, "answer": "...",
+   "pass_rate": 0.5, "tools": [...], "extra": {...}}
+
+INPUT is any mix of .jsonl (.gz .bz2 .xz .zst too), .parquet and folders of them. Rows may be
+  of this form
+  chats {"messages": [...]}: the last answer becomes the reference    (name --environment, --domain)
+  NeMo Gym rows {"responses_create_params": ..., "agent_ref": ...}
+
+Nothing is left out without a count and the first places (FILE:LINE) in the manifest.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        return run(arguments)
+    except NemotronError as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        full = f"; make room for {arguments.out}" if error.errno == errno.ENOSPC else ""
+        print(f"\nerror: {error}{full}; the same command begins again", file=sys.stderr)
+        return DataError.exit_code
+    except KeyboardInterrupt:
+        print("\nstopped; the same command begins again", file=sys.stderr)
+        return 130
+
+
+def run(arguments: argparse.Namespace) -> int:
+    out: Path = arguments.out
+    options = _options(arguments)
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out} is not a folder", do="name another --out")
+    files = with_digests(find_row_files(arguments.inputs, out))
+    held_out = with_digests(find_files(arguments.held_out, out))
+    length, measure = _length(arguments) if options.max_tokens is not None else (None, None)
+    out.mkdir(parents=True, exist_ok=True)
+    progress = Progress(sum(file.size for file in files))
+    try:
+        with FileLock(out / ".lock", timeout=0):
+            manifest, was_there = prepare_prompts(
+                files, held_out, out, options, length=length, measure=measure, report=progress
+            )
+    except Timeout as error:
+        do = "wait for it, or name another --out"
+        raise DataError(f"another preparation is at work in {out}", do=do) from error
+    for line in summary(out, manifest, was_there):
+        print(line)
+    return 0
+
+
+class Progress:
+    """Rows read and their rate, every few seconds."""
+
+    def __init__(self, total_bytes: int, every: float = 5.0):
+        self.total, self.every = total_bytes, every
+        self.started = self.shown = time.monotonic()
+
+    def __call__(self, rows: int, size: int) -> None:
+        if rows % 256 or (now := time.monotonic()) - self.shown < self.every:
+            return
+        self.shown = now
+        rate = rows / (now - self.started)
+        share = f"{size / 1e6:,.1f} of {self.total / 1e6:,.1f} MB in finished files"
+        print(f"{rows:,} rows  {rate:,.0f} rows/s  {share}", file=sys.stderr, flush=True)
+
+
+def summary(out: Path, manifest: dict[str, Any], was_there: bool) -> list[str]:
+    """What a person wants to know at the end."""
+    lines = [f"{out}: already complete with these inputs, nothing to do"] if was_there else []
+    for split, row in manifest["splits"].items():
+        domains = ", ".join(f"{name} {count:,}" for name, count in sorted(row["domains"].items()))
+        lines.append(f"{split:<6}{row['prompts']:>10,} prompts  {domains}")
+    names = ", ".join(f"{name} {count:,}" for name, count in sorted(manifest["environments"].items()))
+    lines.append(f"environments: {names}")
+    for reason, count in sorted(manifest["dropped"].items(), key=lambda item: -item[1]):
+        lines.append(f"dropped {count:,}: {reason} (first: {manifest['examples'][reason][0]})")
+    return lines
+
+
+def _options(arguments: argparse.Namespace) -> PromptOptions:
+    low, high = arguments.min_pass_rate, arguments.max_pass_rate
+    if low > high:
+        raise ConfigError("no pass rate is in the bounds", got=f"{low} to {high}", allowed="0 to 1, rising")
+    return PromptOptions(
+        domain=arguments.domain,
+        environment=arguments.environment,
+        max_tokens=arguments.max_tokens,
+        min_pass_rate=low,
+        max_pass_rate=high,
+        only=tuple(sorted(set(arguments.only_environment))),
+        ngram=arguments.ngram,
+        valid_fraction=arguments.valid_fraction,
+        strict=arguments.strict,
+    )
+
+
+def _length(arguments: argparse.Namespace) -> tuple[Length, str]:
+    """Tokens of a prompt's text with the markers of its messages; tool definitions as their JSON."""
+    tokenizer = load_tokenizer(arguments.tokenizer)
+
+    def length(prompt: Prompt) -> int:
+        # Three ids a message beside its text: start, end, newline; the answer's opening is as long.
+        texts = [f"{message['role']}\n{message['content']}" for message in prompt.messages]
+        texts += [str(message[key]) for message in prompt.messages for key in EXTRA_TEXT if key in message]
+        texts += [str(tool) for tool in prompt.tools]
+        encoded = tokenizer.backend().encode_batch_fast(texts, add_special_tokens=False)
+        return sum(len(text.ids) for text in encoded) + 3 * (len(prompt.messages) + 1)
+
+    return length, f"{tokenizer.name} {tokenizer.hash}"
+
+
+EXTRA_TEXT = ("reasoning_content", "tool_calls")
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{value} is not in [0, 1]")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nemotron_ultra.prep prompts",
+        description=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("inputs", nargs="+", metavar="INPUT")
+    add("--out", type=Path, required=True, metavar="DIR", help="folder to make")
+    add("--environment", metavar="NAME", help="environment of rows that name none")
+    add("--domain", metavar="NAME", help="domain of rows that name none")
+    name_help = "keep the prompts of this environment (again for more; all)"
+    add("--only-environment", action="append", default=[], metavar="NAME", help=name_help)
+    add("--min-pass-rate", type=share, default=0.0, metavar="P", help="lowest pass rate kept (0)")
+    add("--max-pass-rate", type=share, default=1.0, metavar="P", help="highest pass rate kept (1)")
+    add("--max-tokens", type=positive, metavar="N", help="longest prompt, in tokens of --tokenizer (any)")
+    add("--tokenizer", default="builtin", metavar="T", help='"builtin" or a Hugging Face tokenizer folder')
+    add("--held-out", action="append", default=[], metavar="FILE", help="texts that no prompt may repeat")
+    add("--ngram", type=positive, default=13, metavar="N", help="words of a run that counts as repeated (13)")
+    add("--valid-fraction", type=fraction, default=0.01, metavar="F", help="prompts for validation (0.01)")
+    add("--strict", action="store_true", help="a line that is no JSON object is an error")
+    return parser
