@@ -34,7 +34,8 @@ FILES = tuple(f"{split}.jsonl" for split in SPLITS)
 class PromptOptions:
     """What is kept. domain, environment: of rows that name none. max_tokens: longest prompt, as `length`
     counts. min_pass_rate, max_pass_rate: inclusive; rows without a pass rate stay. only: environments to
-    keep, () means all. ngram: words of a run shared with held-out texts. strict: a malformed line is an error."""
+    keep, () means all. ngram: words of a run shared with held-out texts. strict: a malformed
+    line is an error."""
 
     domain: str | None = None
     environment: str | None = None
@@ -140,30 +141,34 @@ def _chosen(
     """The prompts to write, each with its line."""
     common = _boilerplate(files, held_out, options)
     seen: set[bytes] = set()
+    for row in _counted(files, counts, report):
+        try:
+            prompt = _read(row, options)
+            raw = (json.dumps(prompt.row(), ensure_ascii=False) + "\n").encode()
+            key = hashlib.blake2b(prompt.key(), digest_size=16).digest()
+            if key in seen:
+                raise Unusable("duplicate prompt")
+            _check(prompt, held_out, common, options, length)
+        except Unusable as error:
+            counts.drop(row.place, error.reason, error.detail)
+            continue
+        except UnicodeEncodeError:
+            counts.drop(row.place, "half of a surrogate pair in the text")
+            continue
+        seen.add(key)
+        counts.environments[prompt.environment["name"]] += 1
+        yield prompt, raw
+
+
+def _counted(files: list[InputFile], counts: Counts, report: Report) -> Iterator[Row]:
     done = 0
     for file in files:
         for row in read_rows(file):
             counts.rows += 1
             counts.sources[file.name] += 1
             report(counts.rows, done)
-            try:
-                prompt = _read(row, options)
-                raw = (json.dumps(prompt.row(), ensure_ascii=False) + "\n").encode()
-                key = hashlib.blake2b(prompt.key(), digest_size=16).digest()
-                if key in seen:
-                    raise Unusable("duplicate prompt")
-                _check(prompt, held_out, common, options, length)
-            except Unusable as error:
-                counts.drop(row.place, error.reason, error.detail)
-                continue
-            except UnicodeEncodeError:
-                counts.drop(row.place, "half of a surrogate pair in the text")
-                continue
-            seen.add(key)
-            counts.environments[prompt.environment["name"]] += 1
-            yield prompt, raw
+            yield row
         done += file.size
-    report(counts.rows, done)
 
 
 def _read(row: Row, options: PromptOptions) -> Prompt:
