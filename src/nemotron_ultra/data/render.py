@@ -1,0 +1,118 @@
+"""What a template makes of a conversation before any text is encoded: segments of ids and text, each with a
+flag.
+
+A row of training data is a list of segments; all texts of many rows are encoded in one call and laid
+together, so that the mask comes from the segments and nothing is looked for in the ids (report 3.2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from nemotron_ultra.data.tokenizer import Tokenizer
+
+# (text still to be encoded or ids, whether it is trained)
+Segment = tuple[str | tuple[int, ...], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """Ids of a conversation. mask[i] is 1 where an assistant wrote tokens[i], its <|im_end|> included."""
+
+    tokens: list[int]
+    mask: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """What one row shows of a conversation and what of it is trained.
+
+    thoughts_from: thoughts of messages before this number are left out. bare: an answer without thoughts gets
+    the empty tags although thoughts are shown. close: the tag that closes cut thoughts is trained.
+    """
+
+    messages: Sequence[dict[str, Any]]
+    trained: frozenset[int] | range
+    tools: Sequence[dict[str, Any]] = ()
+    thinking: bool = False
+    thoughts_from: int = 0
+    bare: bool = True
+    close: bool = False
+    budget: int | None = None
+    effort: str | None = None
+
+
+class Template(Protocol):
+    """Messages -> ids and masks of one tokenizer. `hash` changes when a rendering may change."""
+
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+    hash: str
+    name: str
+    special: bool  # how texts of its segments are encoded: special tokens spelled in them as such, or as text
+
+    def prompt(
+        self,
+        messages: Sequence[Any],
+        thinking: bool = False,
+        *,
+        tools: Sequence[Any] = (),
+        budget: int | None = None,
+        effort: str | None = None,
+    ) -> list[int]: ...
+
+    def conversation(
+        self,
+        messages: Sequence[Any],
+        thinking: bool = False,
+        *,
+        tools: Sequence[Any] = (),
+        budget: int | None = None,
+        effort: str | None = None,
+        truncate_history: bool = False,
+    ) -> Rendered: ...
+
+    def text(self, tokens: Sequence[int], thinking: bool = False) -> str: ...
+
+    def segments(self, view: View) -> list[Segment]: ...
+
+
+def last_of(messages: Sequence[dict[str, Any]], role: str) -> int:
+    """Number of the last message of a role, or -1."""
+    return next((i for i in range(len(messages) - 1, -1, -1) if messages[i]["role"] == role), -1)
+
+
+def lay_out(
+    tokenizer: Tokenizer, rows: Sequence[Sequence[Segment]], special: bool
+) -> list[tuple[np.ndarray, np.ndarray, int]]:
+    """(tokens int32 [n], mask uint8 [n], number of the first trained token or n) of each row.
+
+    Every text is encoded once, however many rows hold it.
+    """
+    places: dict[str, int] = {}
+    for row in rows:
+        for piece, _ in row:
+            if type(piece) is str and piece not in places:
+                places[piece] = len(places)
+    backend = tokenizer.backend(special=special)
+    encodings = backend.encode_batch_fast(list(places), add_special_tokens=False)
+    parts: dict[Any, list[int]] = dict(zip(places, (encoding.ids for encoding in encodings), strict=True))
+    return [_row(row, parts) for row in rows]
+
+
+def _row(row: Sequence[Segment], parts: dict[str, list[int]]) -> tuple[np.ndarray, np.ndarray, int]:
+    tokens: list[int] = []
+    spans: list[tuple[int, int]] = []
+    for piece, trained in row:
+        start = len(tokens)
+        tokens += parts[piece] if type(piece) is str else piece
+        if trained:
+            spans.append((start, len(tokens)))
+    mask = np.zeros(len(tokens), dtype=np.uint8)
+    for start, end in spans:
+        mask[start:end] = 1
+    return np.array(tokens, dtype=np.int32), mask, next((a for a, b in spans if b > a), len(tokens))
