@@ -63,10 +63,11 @@ class ChatTemplate:
                 do='add them as special tokens, or use data.tokenizer="builtin"',
             )
         start, self._end, think, self._unthink = ids.values()
+        self._close = (self._unthink,)
         self.stop_ids = tuple(dict.fromkeys((self._end, tokenizer.eos_id)))
         newline, opening = tuple(tokenizer.encode("\n")), (start, *tokenizer.encode("assistant\n"), think)
         self._start, self._after = (start,), newline
-        self._turn_end = (self._end, *newline)
+        self._turn_end, self._forced_close = (self._end, *newline), (*newline, self._unthink)
         self._opening = {False: (*opening, self._unthink), True: (*opening, *newline)}
         self._tool = {text: _id_or_text(tokenizer, text) for text in _TOOL_MARKERS}
         self._cut = _spellings_read_in_text(tokenizer)
@@ -172,12 +173,12 @@ class ChatTemplate:
         if not view.thinking or number < view.thoughts_from or (view.bare and not thoughts):
             out.append((self._opening[False], False))
         else:
-            closes = trained and (view.close or "reasoning_truncated" not in message)
-            out += (
-                (self._opening[True], False),
-                (thoughts + "\n", trained),
-                ((self._unthink,), closes),
-            )
+            out.append((self._opening[True], False))
+            if "reasoning_truncated" in message:
+                # What a server forces at the budget is the newline and the tag: neither is the model's word.
+                out += ((thoughts, trained), (self._forced_close, trained and view.close))
+            else:
+                out += ((thoughts + "\n", trained), (self._close, trained))
             content = "\n" + content
         if "tool_calls" in message:
             out += [(piece, trained) for piece in self._calls(content, message["tool_calls"])]
