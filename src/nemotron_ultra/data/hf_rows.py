@@ -64,10 +64,13 @@ class RowStream:
         number = first
         while chunk := list(islice(rows, ROWS)):
             self._check_field(chunk[0])
-            values = tuple(row[self.text_field] for row in chunk)
+            values = tuple(map(self._value, chunk))
             size = sum(len(value) for value in values if isinstance(value, str))
             yield Part(number, self.wanted.argument, "rows", False, size, rows=values)
             number += 1
+
+    def _value(self, row: dict[str, Any]) -> Any:
+        return row[self.text_field]
 
     def _check_field(self, row: dict[str, Any]) -> None:
         if self.text_field not in row:

@@ -18,12 +18,15 @@ class Progress:
         self.bytes = self.tokens = self.new_bytes = self.new_tokens = self.resumed = 0
 
     def __call__(self, receipt: Receipt, resumed: bool) -> None:
-        tokens = sum(receipt.tokens.values())
-        self.bytes, self.tokens = self.bytes + receipt.size, self.tokens + tokens
+        self.add(receipt.size, sum(receipt.tokens.values()), resumed)
+
+    def add(self, size: int, tokens: int, resumed: bool) -> None:
+        """Bytes of input and tokens more, by this run or an earlier one."""
+        self.bytes, self.tokens = self.bytes + size, self.tokens + tokens
         if resumed:
             self.resumed += 1
             return
-        self.new_bytes, self.new_tokens = self.new_bytes + receipt.size, self.new_tokens + tokens
+        self.new_bytes, self.new_tokens = self.new_bytes + size, self.new_tokens + tokens
         now = time.monotonic()
         if now - self.shown >= (0.2 if self.live else self.every):
             self.shown = now
@@ -39,6 +42,11 @@ class Progress:
         share = 100 * self.bytes / self.total
         done = f"{self.bytes / 1e6:,.1f} of {self.total / 1e6:,.1f} MB ({share:.0f} %)"
         return f"{done}  {self.tokens:,} tokens  {rate}  {left:,.0f} s left"
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self.end()
+        print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
         if self.live:

@@ -70,8 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     identity, parts, size = _open(arguments)
     about = {"sources": arguments.inputs + arguments.valid, "bytes": size}
     job = Job(out, tokenizer, options, identity, about)
-    workers = _workers(arguments.workers, size)
-    _make_folder(out)
+    workers = worker_count(arguments.workers, size)
+    make_folder(out)
     progress = Progress(size)
     try:
         with FileLock(out / ".lock", timeout=0):
@@ -143,13 +143,13 @@ def _open(arguments: argparse.Namespace) -> tuple[dict[str, Any], Parts, int | N
     return identity, lambda first: parts[first:], total
 
 
-def _make_folder(out: Path) -> None:
+def make_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is not a folder", do="name another --out")
     out.mkdir(parents=True, exist_ok=True)
 
 
-def _workers(asked: int, size: int | None) -> int:
+def worker_count(asked: int, size: int | None) -> int:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     workers = asked or cores
     if asked == 1:
@@ -179,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--valid-fraction", type=fraction, default=0.01, metavar="F", help="documents for validation (0.01)")
     add("--special-tokens", action="store_true", help="read special tokens spelled out in the text as such")
-    add("--workers", type=_count, default=0, metavar="N", help="processes; 0 is one per core (0)")
+    add("--workers", type=whole_number, default=0, metavar="N", help="processes; 0 is one per core (0)")
     return parser
 
 
@@ -190,7 +190,7 @@ def fraction(text: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
+def whole_number(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is below 0")

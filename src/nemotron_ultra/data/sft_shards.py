@@ -1,0 +1,124 @@
+"""One file of packs: rows that the plan names, from the spools into parquet; a receipt comes last."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemotron_ultra.data.manifest import file_facts, write_json
+from nemotron_ultra.data.packs import PackWriter
+from nemotron_ultra.data.sft_parts import ROWS, spool_files
+from nemotron_ultra.data.sft_plan import BOUNDS, ITEMS, ShardPlan
+
+OPEN_PARTS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartPlace:
+    """A spooled part as the writers see it: its files' folder and number, the number of its first row, of its
+    source, and of the source's first line in it."""
+
+    folder: str
+    number: int
+    first_row: int
+    source: int
+    first_line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSetup:
+    """What a worker needs to begin. out: where the files go; plan: where the plan lies."""
+
+    out: Path
+    plan: Path
+    receipts: Path
+    digest: str
+    parts: tuple[PartPlace, ...]
+    group_tokens: int
+    metadata: dict[str, str]
+
+    def open(self) -> ShardWorker:
+        return ShardWorker(self)
+
+
+class ShardWorker:
+    """Writes one file after the other."""
+
+    def __init__(self, setup: ShardSetup):
+        self.setup = setup
+        self._items = np.memmap(setup.plan / ITEMS, "<i8", "r")
+        self._bounds = np.fromfile(setup.plan / BOUNDS, "<i8")
+        self._first_row = np.array([part.first_row for part in setup.parts])
+        self._files: OrderedDict[int, list[int]] = OrderedDict()
+
+    def __call__(self, shard: ShardPlan) -> dict[str, Any]:
+        """Write one file; returns its receipt, which is on disk by then. Raises DataError for a full disk."""
+        setup = self.setup
+        path = setup.out / shard.name
+        with PackWriter(path, group_tokens=setup.group_tokens, metadata=setup.metadata) as writer:
+            for pack in range(shard.start, shard.stop):
+                rows, sources, ids = self._pack(self._items[self._bounds[pack] : self._bounds[pack + 1]])
+                writer.add(rows, sources, ids)
+        receipt = {
+            "plan": setup.digest,
+            "shard": asdict(shard),
+            "packs": writer.packs,
+            "tokens": writer.tokens,
+            "trained": writer.trained,
+            "rows": writer.conversations,
+            "files": {shard.name: file_facts(path)},
+        }
+        write_json(setup.receipts / f"{shard.name}.json", receipt)
+        return receipt
+
+    def _pack(self, items: np.ndarray) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[int], list[int]]:
+        """(tokens and mask, number of the source, row in the source) of each row."""
+        rows, sources, ids = [], [], []
+        for item, number in zip(
+            items.tolist(), (np.searchsorted(self._first_row, items, side="right") - 1).tolist(), strict=True
+        ):
+            part = self.setup.parts[number]
+            tokens, mask, records = self._open(number)
+            at = (item - part.first_row) * ROWS.itemsize
+            record = np.frombuffer(os.pread(records, ROWS.itemsize, at), ROWS)[0]
+            start, length = int(record["start"]), int(record["length"])
+            rows.append(
+                (
+                    np.frombuffer(os.pread(tokens, 4 * length, 4 * start), "<i4"),
+                    np.frombuffer(os.pread(mask, length, start), np.uint8),
+                )
+            )
+            sources.append(part.source)
+            ids.append(part.first_line + int(record["place"]))
+        return rows, sources, ids
+
+    def _open(self, number: int) -> list[int]:
+        """Descriptors of a part's tokens, mask and rows; the least used part's are closed."""
+        if number not in self._files:
+            part = self.setup.parts[number]
+            paths = spool_files(Path(part.folder), part.number)[:3]
+            self._files[number] = [os.open(path, os.O_RDONLY) for path in paths]
+            if len(self._files) > OPEN_PARTS:
+                for descriptor in self._files.popitem(last=False)[1]:
+                    os.close(descriptor)
+        self._files.move_to_end(number)
+        return self._files[number]
+
+
+def read_shard_receipts(receipts: Path, out: Path, digest: str) -> dict[str, dict[str, Any]]:
+    """Receipts of files that this plan asks for and that are still what they were, by name."""
+    found = {}
+    for path in sorted(receipts.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["plan"] != digest:
+            continue
+        facts = content["files"]
+        if all((out / name).is_file() and file_facts(out / name) == fact for name, fact in facts.items()):
+            found[content["shard"]["name"]] = content
+    return found
