@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from nemotron_ultra.data.chat import load_template
-from nemotron_ultra.data.inputs import parquet_module
+from nemotron_ultra.data.inputs import PART_BYTES, parquet_module
 from nemotron_ultra.data.reasoning import ReasoningOptions
 from nemotron_ultra.data.sft_parts import ChatOptions, ChatReceipt
 from nemotron_ultra.data.sft_plan import PackOptions, Plan
@@ -96,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
     specs = read_specs(arguments.sources)
     options = {spec.name: _chat_options(arguments, spec) for spec in specs}
     packs = _pack_options(arguments)
-    sources = open_sources(specs, out, {name: chosen.columns for name, chosen in options.items()})
+    columns = {name: chosen.columns for name, chosen in options.items()}
+    sources = open_sources(specs, out, columns, arguments.part_bytes)
     job = ChatJob(
         out=out,
         template=template,
@@ -107,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     sizes = [source.size for source in sources]
     size = None if None in sizes else sum(sizes)
-    workers = worker_count(arguments.workers, size)
+    workers = arguments.workers if arguments.workers > 1 else worker_count(arguments.workers, size)
     make_folder(out)
     progress = ChatProgress(size)
     try:
@@ -222,9 +223,10 @@ def _parser() -> argparse.ArgumentParser:
     _reading_options(parser.add_argument_group("reading"))
     _mask_options(parser.add_argument_group("what is shown and trained"))
     _packing_options(parser.add_argument_group("packing"))
-    parser.add_argument(
-        "--workers", type=whole_number, default=0, metavar="N", help="processes; 0: one a core (0)"
-    )
+    part = f"bytes of input that a worker does at a time ({PART_BYTES})"
+    parser.add_argument("--part-bytes", type=whole_number, default=PART_BYTES, metavar="N", help=part)
+    workers = "processes; 0 is one per core (0)"
+    parser.add_argument("--workers", type=whole_number, default=0, metavar="N", help=workers)
     return parser
 
 
