@@ -18,7 +18,7 @@ from nemotron_ultra.config.run import RunConfig
 
 loaded = functools.cache(load_recipe)  # frozen, so tests may share it
 GOLDEN = Path(__file__).resolve().parent / "golden"
-ULTRA = ["ultra_pretrain", "ultra_pretrain_phase2", "ultra_long_context"]
+ULTRA = ["ultra_pretrain", "ultra_pretrain_phase2", "ultra_long_context", "ultra_sft"]
 STEP_TOKENS = 25_165_824
 
 
@@ -131,6 +131,18 @@ def test_long_context_is_the_reports_phase():
     assert sources.pop("long-context") == 46 and sum(sources.values()) == pytest.approx(54, rel=2e-3)
     two = loaded("ultra_pretrain_phase2").data.phases[0].sources
     assert sources == pytest.approx({name: 0.54 * source.weight for name, source in two.items()})
+
+
+def test_ultra_sft_is_the_reports_stage():
+    c = loaded("ultra_sft")
+    assert (c.data.sequence_length, c.trainer.global_batch_size, c.trainer.steps) == (294_912, 64, 3200)
+    assert c.trainer.steps * c.trainer.global_batch_size == 204_800
+    assert (c.schedule.name, c.optim.lr, c.schedule.min_lr) == ("cosine", 1.5e-5, 1e-6)
+    assert c.schedule.warmup_tokens == 9_600 * 294_912 == 150 * c.tokens_per_step
+    assert (c.trainer.mtp_loss_scale, c.model.depths, c.trainer.loss_mean) == (0.1, 2, "tokens")
+    assert c.data.packs == "data/ultra/sft" and c.tasks is None and c.data.phases == []
+    p = c.parallel
+    assert (p.tensor, p.pipeline, p.context, p.expert) == (2, 6, 8, 32) and c.cluster.gpus == 3072
 
 
 def test_post_training_goes_on_from_the_stage_before():

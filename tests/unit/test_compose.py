@@ -80,7 +80,7 @@ def test_mistakes_in_options_words_and_values_come_together():
         ("data.phases.7.sources=1", "data.phases.7.sources: cannot be set"),
         ("steps=9", "steps: unknown key, got 9 (did you mean 'trainer.steps'?)"),
         ("trainer.steps=1,2", "trainer.steps: several values in trainer.steps=1,2; -m runs them one by one"),
-        ("trainer=3", "trainer: no option '3'; allowed: grpo, mopd, sft, short, ultra"),
+        ("trainer=3", "trainer: no option '3'; allowed: grpo, mopd, packs, sft, short, ultra, ultra_sft"),
         ("trainer.steps=1e400", "trainer.steps: got inf; allowed: whole number > 0"),
         ("log.sinks=wandb", "log.sinks: got 'wandb' (did you mean '[wandb]'?); allowed: list of"),
         ("model.time_step_limit=[0,nan]", "model.time_step_limit: not a lower and an upper end"),

@@ -47,11 +47,14 @@ class AlternateConfig:
 @config
 class DataConfig:
     sequence_length: RowLength = 256
-    """Tokens in one packed row; with tasks, the longest prompt and answer together."""
+    """Tokens in one packed row; with tasks, the longest prompt and answer together; the longest pack."""
     tokenizer: str = "builtin"
     """"builtin" for the shipped byte-level BPE, or a folder or file of a Hugging Face tokenizer."""
     phases: list[PhaseConfig]
-    """Blends in order; most runs have one, and [] is for trainers that learn from tasks."""
+    """Blends in order; most runs have one, and [] is for trainers that learn from tasks or packs."""
+    packs: str | None = None
+    """Packed conversations for sft: a folder of `nemotron_ultra.prep sft`, or a file, folder or pattern of
+    packed parquet in Megatron-Bridge's form."""
     alternates: list[AlternateConfig] = Field(default_factory=list)
     """Steps with another row length and blend, drawn by share; the long-context phase has one."""
     cache_dir: str | None = None

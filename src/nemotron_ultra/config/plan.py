@@ -240,6 +240,8 @@ def _active(c: ModelConfig, specs: list[TensorSpec]) -> int:
 
 def _task_rows(run: RunConfig) -> str | None:
     """What a step is made of where rows are problems with answers, whose lengths nobody knows before."""
+    if run.data.packs is not None:
+        return f"{run.trainer.global_batch_size:,} packs of whole conversations"
     if run.tasks is None:
         return None
     domains = f"{len(run.tasks.trained)} of {len(run.tasks.domains)} domains"

@@ -22,7 +22,7 @@ OPTIONAL = PARTS["mopd"]  # each a field of RunConfig that may be null
 def stage_problems(c: RunConfig) -> Iterator[str]:
     """One line for each thing that does not fit trainer.name."""
     given = [part for part in OPTIONAL if getattr(c, part) is not None]
-    yield from _part_problems(c.trainer.name, given)
+    yield from _part_problems(c.trainer.name, given, packs=c.data.packs is not None)
     yield from _data_problems(c)
     yield from _loss_problems(c)
     yield from _row_problems(c)
@@ -35,14 +35,18 @@ def part_problems_of(values: Mapping[str, Any]) -> list[str]:
     trainer = values.get("trainer")
     name = trainer.get("name", "pretrain") if isinstance(trainer, Mapping) else None
     given = [part for part in OPTIONAL if values.get(part) is not None]
-    return list(_part_problems(name, given)) if name in PARTS else []
+    data = values.get("data")
+    packs = isinstance(data, Mapping) and data.get("packs") is not None
+    return list(_part_problems(name, given, packs)) if name in PARTS else []
 
 
-def _part_problems(trainer: str, given: list[str]) -> Iterator[str]:
+def _part_problems(trainer: str, given: list[str], packs: bool) -> Iterator[str]:
+    """sft on packs may do without tasks; where it has some, they are scored and not trained on."""
     for part in OPTIONAL:
         needed = part in PARTS[trainer]
-        if needed and part not in given:
-            yield f"{part}: missing, trainer.name={trainer} needs it; choose an option, see --help {part}"
+        if needed and part not in given and not (trainer == "sft" and packs):
+            it = "it or data.packs" if trainer == "sft" else "it"
+            yield f"{part}: missing, trainer.name={trainer} needs {it}; choose an option, see --help {part}"
         if part in given and not needed:
             users = " or ".join(name for name, parts in PARTS.items() if part in parts)
             yield f"{part}: has no effect with trainer.name={trainer}; leave it out, or use {users}"
@@ -53,7 +57,12 @@ def _data_problems(c: RunConfig) -> Iterator[str]:
     if name == "pretrain" and not c.data.phases:
         yield "data.phases: got []; allowed: at least one with trainer.name=pretrain"
     if name != "pretrain" and (c.data.phases or c.data.alternates):
-        yield f"data.phases: has no effect with trainer.name={name}, which learns from tasks; use data=tasks"
+        packs = ("tasks or packs", "data=tasks or data=packs") if name == "sft" else ("tasks", "data=tasks")
+        yield "data.phases: has no effect with trainer.name={}, which learns from {}; use {}".format(name, *packs)
+    if name != "sft" and c.data.packs is not None:
+        yield f"data.packs: has no effect with trainer.name={name}; leave it out, or use sft"
+    if name != "sft" and c.trainer.loss_mean != "tokens":
+        yield f"trainer.loss_mean: {c.trainer.loss_mean} has no effect with trainer.name={name}; leave it out"
 
 
 def _loss_problems(c: RunConfig) -> Iterator[str]:

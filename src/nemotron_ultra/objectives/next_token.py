@@ -6,6 +6,8 @@ denominators are those of the whole global batch, so losses and metrics of micro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -69,6 +71,28 @@ class NextToken:
     def finish(self, metrics: dict[str, float]) -> dict[str, float]:
         """As they are: all of them are means already."""
         return metrics
+
+
+def total_counts(objective: NextToken, batches: Sequence[TokenBatch]) -> dict[str, float]:
+    """The denominators of `batches` together."""
+    counts: dict[str, float] = {}
+    for batch in batches:
+        for name, value in objective.count(batch).items():
+            counts[name] = counts.get(name, 0.0) + value
+    return counts
+
+
+def pooled(parts: Sequence[tuple[dict[str, float], dict[str, float]]]) -> dict[str, float]:
+    """Metrics of several sets of batches, each given with its counts, as if they had been one set."""
+    if len(parts) == 1:
+        return parts[0][0]
+    found = {}
+    for name in dict.fromkeys(name for metrics, _ in parts for name in metrics):
+        head = name.split("/")[0]
+        key = head if head in parts[0][1] else "tokens"
+        sums = [metrics.get(name, 0.0) * counts[key] for metrics, counts in parts]
+        found[name] = sum(sums) * _inverse(sum(counts[key] for _, counts in parts))
+    return found
 
 
 def _cross_entropy(

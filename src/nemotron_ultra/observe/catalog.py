@@ -189,6 +189,41 @@ METRICS: tuple[Metric, ...] = (
         "above training, as validation MaxVio is in the report (Nano 1.3 and 5, Super 2 and 6; 2.7)",
         "see balance_loss",
     ),
+    Metric(
+        "val/<k>/loss",
+        "nats/token",
+        "val/loss over the validation packs of source <k> alone; val/loss is the mean over all their labels",
+        "falls for every source",
+        "one source rises while others fall: it is too small and repeats, or its mixture weight is off",
+    ),
+    Metric(
+        "packs/fill",
+        "share",
+        "tokens of the step's packs / (packs x data.sequence_length)",
+        "0.99 and more where data.sequence_length is the pack length",
+        "low: data.sequence_length is above the length that was packed, or conversations are few and long",
+    ),
+    Metric(
+        "packs/trained_share",
+        "share",
+        "trained tokens of the step / its tokens: what assistants wrote",
+        "steady around its mean over the data; 0.1 to 0.9 by kind of conversation",
+        "near 0: masks are empty, look at them with prep preview; 1: prompts are trained too",
+    ),
+    Metric(
+        "packs/conversations",
+        "",
+        "conversations of the step",
+        "about pack length / mean conversation length x packs of a step",
+        "far fewer: the long conversations come together; were the packs shuffled?",
+    ),
+    Metric(
+        "packs/epoch",
+        "passes",
+        "passes over the training packs so far",
+        "grows evenly",
+        "above 3 or so with val/loss rising: the run repeats its data",
+    ),
     *METRICS_RL,
 )
 

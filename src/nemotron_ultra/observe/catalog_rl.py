@@ -23,6 +23,13 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
         "one domain falls while others rise: they compete; look at the weights of tasks",
     ),
     (
+        "val/<k>/exact",
+        "share",
+        "held-out answers of domain <k> with full marks; below val/<k>/score where nearness counts",
+        "rises with val/<k>/score",
+        "stays behind val/<k>/score: answers come near and are seldom right",
+    ),
+    (
         "reward/mean",
         "",
         "mean reward of the batch's rollouts, as the environment gave it; cut and empty answers count 0",

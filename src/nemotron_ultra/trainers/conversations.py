@@ -11,11 +11,13 @@ import torch
 from nemotron_ultra.config.tasks import TasksConfig
 from nemotron_ultra.data.batch import TokenBatch
 from nemotron_ultra.data.chat import ChatTemplate
+from nemotron_ultra.data.facts import refuse_changes
+from nemotron_ultra.data.loss_mean import LossMean
 from nemotron_ultra.errors import DataError
 from nemotron_ultra.rl.environments import Environment
 from nemotron_ultra.rl.problems import ProblemStream
 from nemotron_ultra.rl.rollout import Problem
-from nemotron_ultra.trainers.experience import describe_tasks, refuse_changes
+from nemotron_ultra.trainers.experience import describe_tasks
 
 
 class Conversations:
@@ -34,16 +36,18 @@ class Conversations:
         micro_batch_size: int,
         longest: int,
         facts: dict[str, Any],
+        mean: LossMean | None = None,
     ):
         self.problems, self.chat, self.tasks, self.facts = problems, chat, tasks, facts
         self.micro_batch_size, self.longest = micro_batch_size, longest
+        self.mean = mean or LossMean()
         self.step = 0
 
     def __iter__(self) -> Iterator[list[TokenBatch]]:
         return self
 
     def __next__(self) -> list[TokenBatch]:
-        batches = self.pack(self.problems(self.step))
+        batches = self.mean(self.pack(self.problems(self.step)), self.step)
         self.step += 1
         return batches
 

@@ -158,6 +158,11 @@ def domain_means(answers: Sequence[Answer]) -> dict[str, float]:
     return {domain: sum(scores) / len(scores) for domain, scores in by_domain.items()}
 
 
+def exact_shares(answers: Sequence[Answer]) -> dict[str, float]:
+    """Share of answers with full marks by domain: what is left of a score whose scorer grades nearness."""
+    return domain_means([replace(answer, score=float(answer.score == 1.0)) for answer in answers])
+
+
 def score_weights(
     path: str | Path, config: RunConfig, *, problems: int | None = None, max_new_tokens: int | None = None
 ) -> Scores:

@@ -17,8 +17,8 @@ from torch import Tensor
 from nemotron_ultra.config.advantage import AdvantageConfig
 from nemotron_ultra.config.tasks import TasksConfig
 from nemotron_ultra.data.batch import TokenBatch
+from nemotron_ultra.data.facts import refuse_changes
 from nemotron_ultra.engine.base import Engine
-from nemotron_ultra.errors import DataError
 from nemotron_ultra.rl.advantage import gap_advantages
 from nemotron_ultra.rl.collect import rollout_metrics
 from nemotron_ultra.rl.replay import Replay
@@ -80,17 +80,6 @@ def describe_tasks(tasks: TasksConfig) -> dict[str, dict[str, Any]]:
         }
         for domain, task in tasks.trained.items()
     }
-
-
-def refuse_changes(before: dict[str, Any], now: dict[str, Any], allow_change: bool) -> None:
-    """DataError naming what differs between the facts of a saved stream and of this one."""
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    if changed and not allow_change:
-        raise DataError(
-            "the data is not what this run was started with",
-            got="; ".join(f"{key}: {before.get(key)} then, {now.get(key)} now" for key in changed),
-            do="restore it, start another run with run.name=..., or set run.allow_config_change=true",
-        )
 
 
 def pack(

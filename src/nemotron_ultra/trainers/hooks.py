@@ -21,6 +21,7 @@ from nemotron_ultra.data.batch import TokenBatch
 from nemotron_ultra.engine.base import Metrics, Objective
 from nemotron_ultra.engine.torch_engine import TorchEngine
 from nemotron_ultra.errors import EXIT_SAVED_ON_SIGNAL
+from nemotron_ultra.objectives.next_token import pooled, total_counts
 from nemotron_ultra.observe.console import Console
 from nemotron_ultra.observe.machine import peak_memory_bytes
 from nemotron_ultra.observe.metrics import MetricsLog
@@ -108,7 +109,7 @@ class Validation(Hook):
     """val/ losses, each MTP depth by itself, and bits per byte of the validation text.
 
     bits_per_byte = loss x labels / (ln 2 x bytes of the labels); the end-of-document label costs bits and
-    adds no byte.
+    adds no byte. Batches that name their stats["source"] also give val/SOURCE/loss, over its labels alone.
     """
 
     def __init__(
@@ -119,7 +120,11 @@ class Validation(Hook):
         bytes_V: np.ndarray,
         when: Every,
     ):
-        self.engine, self.objective, self.batches, self.when = engine, objective, batches, when
+        self.engine, self.objective, self.when = engine, objective, when
+        self.sources: dict[str | None, list[TokenBatch]] = {}
+        for batch in batches:
+            self.sources.setdefault(batch.stats.get("source"), []).append(batch)
+        self.counts = {source: total_counts(objective, part) for source, part in self.sources.items()}
         self.labels = sum(float(batch.weight_T.sum()) for batch in batches)
         kept = [batch.labels_T[batch.weight_T > 0].cpu().numpy() for batch in batches]
         self.bytes = float(sum(bytes_V[labels].sum() for labels in kept))
@@ -127,8 +132,10 @@ class Validation(Hook):
     def after_step(self, step: int, metrics: Metrics) -> None:
         if not self.when(step):
             return
-        found = self.engine.evaluate(self.batches, self.objective)
+        by_source = {name: self.engine.evaluate(part, self.objective) for name, part in self.sources.items()}
+        found = pooled([(own, self.counts[source]) for source, own in by_source.items()])
         metrics |= {f"val/{name}": value for name, value in found.items()}
+        metrics |= {f"val/{source}/loss": own["loss"] for source, own in by_source.items() if source}
         if self.bytes:
             metrics["val/bits_per_byte"] = found["loss"] * self.labels / (math.log(2) * self.bytes)
 

@@ -50,7 +50,7 @@ def panel_rows(run: Run, plan: Plan, precision: str, ops: str, data: dict[str, A
     depths = f", MTP {model.mtp_pattern} x {model.depths} depths" if model.depths else ""
     begin = f"going on from {resumed.name}" if resumed else "new run"
     marks = "".join(f"; {m.name} at step {m.step:,}" for m in plan.milestones if m.name != "run ends")
-    remarks = _end_of_document(run)
+    remarks = [*_end_of_document(run), *(("remark", f["remark"]) for f in data.values() if "remark" in f)]
     changed = [("changed", "\n".join(run.folder.changes))] if run.folder.changes else []
     return [
         (run.config.recipe, f"{begin} in {run.folder.path}"),
@@ -88,15 +88,17 @@ def data_line(run: Run, data: dict[str, Any]) -> str:
     """Sources with their tokens or domains with their environments, the goal that xz sets, and the
     tokenizer.
     """
-    named = [
-        f"{name} {compact(facts['tokens'])} tokens"
-        if "tokens" in facts
-        else f"{name} ({facts['environment']})"
-        for name, facts in data.items()
-    ]
+    named = [_source(name, facts) for name, facts in data.items()]
     xz = [facts["xz_bits_per_byte"] for facts in data.values() if facts.get("xz_bits_per_byte")]
     goal = f"; xz needs {min(xz):.2f} bits per byte" if xz else ""
     return f"{', '.join(named)}{goal}; tokenizer {run.tokenizer.name}, {run.tokenizer.vocab_size} ids"
+
+
+def _source(name: str, facts: dict[str, Any]) -> str:
+    for unit in ("tokens", "packs"):
+        if unit in facts:
+            return f"{name} {compact(facts[unit])} {unit}"
+    return f"{name} ({facts['environment']})"
 
 
 def precision_rows(

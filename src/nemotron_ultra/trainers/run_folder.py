@@ -63,6 +63,8 @@ FIXED = (
     "trainer.name:",
     "trainer.global_batch_size:",
     "trainer.mtp_loss_scale:",
+    "trainer.loss_mean:",
+    "trainer.loss_mean_after:",
     "trainer.router_balance_coefficient:",
     "trainer.router_bias_rate:",
 )

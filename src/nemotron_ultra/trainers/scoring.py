@@ -14,7 +14,13 @@ from nemotron_ultra.generation.base import Generator
 from nemotron_ultra.observe.metrics import MetricsLog
 from nemotron_ultra.rl.environments import Environment
 from nemotron_ultra.trainers.build import Run
-from nemotron_ultra.trainers.evaluation import Answer, answer_held_out, domain_means, longest_answer
+from nemotron_ultra.trainers.evaluation import (
+    Answer,
+    answer_held_out,
+    domain_means,
+    exact_shares,
+    longest_answer,
+)
 from nemotron_ultra.trainers.experience import Experience
 from nemotron_ultra.trainers.hooks import Every, Hook, Measure, Rows
 
@@ -40,7 +46,7 @@ def task_facts(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 class Scoring:
-    """`hook()` measures val/score and val/DOMAIN/score when trainer.validate_every says so.
+    """`hook()` measures val/score, val/DOMAIN/score and val/DOMAIN/exact when trainer.validate_every says so.
 
     The generator must hold the weights of the step by then.
     """
@@ -66,7 +72,9 @@ class Scoring:
             seed=config.run.seed,
         )
         means = domain_means(self.answers)
+        exact = exact_shares(self.answers)
         scores = {f"val/{domain}/score": mean for domain, mean in means.items()}
+        scores |= {f"val/{domain}/exact": share for domain, share in exact.items()}
         return {"val/score": sum(means.values()) / len(means)} | scores
 
     def samples(self) -> Hook:
