@@ -81,7 +81,7 @@ def test_equal_prompts_are_read_once():
     sampler = Sampler(micro_model(), max_slots=32)
     found = sampler.generate([[3, 4, 5, 6]] * 16 + [[8, 9]] * 16, max_new_tokens=5)
     assert sampler.stats["prefill_tokens"] == 6 and sampler.stats["steps"] == 4
-    assert sampler.stats["waves"] == 1 and sampler.stats["new_tokens"] == 160
+    assert sampler.stats["prefills"] == 1 and sampler.stats["new_tokens"] == 160
     assert len(set(map(tuple, tokens(found)))) > 16  # seeds differ, so samples do
 
 

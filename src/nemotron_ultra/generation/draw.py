@@ -21,6 +21,21 @@ def uniforms(seeds: Sequence[int], count: int) -> Tensor:
     return torch.from_numpy(np.stack(rows))
 
 
+class Uniforms:
+    """The numbers of one seed, in turn: `next()` gives those of `uniforms([seed], ...)` from the first on."""
+
+    ahead = 64
+
+    def __init__(self, seed: int):
+        self.source = np.random.Generator(np.random.Philox(key=int(seed) % 2**64))
+        self.block: list[float] = []
+
+    def next(self) -> float:
+        if not self.block:
+            self.block = self.source.random(self.ahead)[::-1].tolist()
+        return self.block.pop()
+
+
 def draw(logits_BV: Tensor, temperature: float, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """-> token [B] and its log-probability [B] under softmax(logits / temperature).
 
@@ -30,7 +45,11 @@ def draw(logits_BV: Tensor, temperature: float, uniform_B: Tensor) -> tuple[Tens
         token_B = logits_BV.argmax(-1)
         total_B = logits_BV.logsumexp(-1)
         return token_B, logits_BV.gather(1, token_B[:, None])[:, 0] - total_B
-    scaled_BV = logits_BV / temperature
+    return draw_scaled(logits_BV / temperature, uniform_B)
+
+
+def draw_scaled(scaled_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """`draw` at temperature 1; takes the memory of `scaled_BV`. Ids of -inf are never drawn."""
     scaled_BV -= scaled_BV.amax(-1, keepdim=True)
     odds_BKI = F.pad(scaled_BV.exp(), (0, -scaled_BV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     edges_BK = odds_BKI.sum(-1, dtype=torch.float64).cumsum(-1)

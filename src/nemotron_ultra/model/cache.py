@@ -186,7 +186,7 @@ class Cache:
         return sum(t.nbytes for layer in self._states() for t in layer.tensors())
 
     def admit(self, other: Cache, index_B: Tensor) -> None:
-        """New rows at the end: copies of rows index_B (repeats are fine) of another cache of the same layers."""
+        """New rows at the end: copies of rows index_B, repeats too, of another cache of the same layers."""
         assert len(index_B) <= self.free, "more rows than free slots"
         lengths = [other.lengths[row] for row in index_B.tolist()]
         if max(lengths, default=0) > self.capacity:
@@ -228,7 +228,7 @@ class Cache:
         return order_B
 
     def open(self, counts: Sequence[int]) -> None:
-        """Make room for counts[b] more tokens in row b; `longest` and, for equal counts, the mask know them."""
+        """Make room for counts[b] more tokens in row b, in `longest` and, for equal counts, in the mask."""
         assert len(counts) == self.size and not self._opened, "one open step at a time, for all live rows"
         longest = max(map(sum, zip(self.lengths, counts, strict=True)), default=0)
         if longest > self.capacity:

@@ -2,10 +2,10 @@
 
     fp32     4 bytes a number (8 in float64), read and written in place
     fp16_sr  2 bytes, rounded stochastically
-    int8_sr  1 byte, rounded stochastically, and a float32 scale per 128 (or N, where smaller) along N     (report 5.3, Table 16)
+    int8_sr  1 byte, rounded stochastically, and a float32 scale per 128 (or N, where smaller) along N
 
-The random words are a hash of (layer, tokens seen, place in the state): a row is rounded the same alone and
-in company.
+Report 5.3, Table 16. The random words are a hash of (layer, tokens seen, place in the state): a row is
+rounded the same alone and in company.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def conv_step(x_BC: Tensor, window_BKC: Tensor, taps_KC: Tensor, bias_C: Tensor | None) -> Tensor:
-    """silu(b + sum_k w_k x_{t-K+1+k}) [B, C]. `window`, the K - 1 inputs before, oldest first, moves on by x."""
+    """silu(b + sum_k w_k x_{t-K+1+k}) [B, C]. `window`: the K - 1 inputs before, oldest first; x joins it."""
     full_BKC = torch.cat([window_BKC, x_BC[:, None]], 1)
     y_BC = (full_BKC * taps_KC).sum(1)
     window_BKC.copy_(full_BKC[:, 1:])
