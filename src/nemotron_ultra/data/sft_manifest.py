@@ -24,6 +24,7 @@ def write_manifest(
 ) -> dict[str, Any]:
     """Write DIR/manifest.json and return it."""
     template, packs = job.template, job.packs
+    train = plan.packers[""]
     sources = {}
     for source in job.sources:
         parts, planned = receipts[source.name], plan.sources[source.name]
@@ -45,7 +46,8 @@ def write_manifest(
             "window": packs.window,
             "tolerance": packs.tolerance,
             "seed": packs.seed,
-            "statistics": plan.packers,
+            "evicted": train.evicted,
+            "prompt_conflicts": train.conflicts,
         },
         "sources": sources,
         "splits": _splits(job, plan, files),
@@ -85,6 +87,7 @@ def _source(parts: Sequence[ChatReceipt], planned: SourcePlan) -> dict[str, Any]
         "train": dict(planned.train),
         "valid": dict(planned.valid),
         "repeated": dict(planned.repeated),
+        "ended_after_share_of_draws": round(planned.ended, 6),
         "dropped": {reason: dict(counts) for reason, counts in dropped.items()},
         "examples": examples,
     }
@@ -99,7 +102,7 @@ def _splits(job: ChatJob, plan: Plan, files: dict[str, dict[str, Any]]) -> dict[
     for name, group in groups.items():
         packed = plan.packers[name or ""]
         there = (group["packs"], group["rows"], group["tokens"])
-        assert there == (packed["packs"], packed["items"], packed["tokens"]), f"{name}: {there}, {packed}"
+        assert there == (packed.packs, packed.items, packed.tokens), f"{name}: {there}, {packed}"
 
     def split(group: Counter) -> dict[str, Any]:
         room = group["packs"] * job.packs.max_length

@@ -249,12 +249,15 @@ class Spool:
         self.rows += len(rows)
 
     def flush(self) -> None:
-        tokens, mask, rows, chats = self._files
         if self._pending:
-            np.concatenate([row.tokens for row in self._pending]).astype("<i4", copy=False).tofile(tokens)
-            np.concatenate([row.mask for row in self._pending]).astype(np.uint8, copy=False).tofile(mask)
-        np.array(self._rows, dtype=ROWS).tofile(rows)
-        np.array(self._chats, dtype=CHATS).tofile(chats)
+            columns = [
+                np.concatenate([row.tokens for row in self._pending]).astype("<i4", copy=False),
+                np.concatenate([row.mask for row in self._pending]).astype(np.uint8, copy=False),
+                np.array(self._rows, dtype=ROWS),
+                np.array(self._chats, dtype=CHATS),
+            ]
+            for file, values in zip(self._files, columns, strict=True):
+                file.write(values.tobytes())  # tofile would not say why a disk refuses
         self._pending, self._rows, self._chats = [], [], []
 
 

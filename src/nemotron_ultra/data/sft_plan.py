@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from nemotron_ultra.data.external_shuffle import ExternalShuffle
 from nemotron_ultra.data.interleave import interleave_blocks
 from nemotron_ultra.data.pack_manifest import train_file, valid_file
+from nemotron_ultra.data.pack_stats import PackStats
 from nemotron_ultra.data.packing import BestFitPacker
 from nemotron_ultra.data.sft_parts import EXAMPLES
 from nemotron_ultra.data.sft_spools import CAPPED, DUPLICATE, TRAIN, UNDRAWN, VALID, Spools
@@ -76,13 +76,15 @@ class ShardPlan:
 class SourcePlan:
     """What became of one source. Counts are of "conversations", "rows", "tokens" and "trained" tokens.
 
-    train, valid: packed, without repetitions; repeated: packed again. dropped, examples: by reason.
+    train, valid: packed, without repetitions; repeated: packed again. ended: share of all draws after which
+    the source had run out. dropped, examples: by reason.
     """
 
     read: Counter = field(default_factory=Counter)
     train: Counter = field(default_factory=Counter)
     valid: Counter = field(default_factory=Counter)
     repeated: Counter = field(default_factory=Counter)
+    ended: float = 1.0
     dropped: dict[str, Counter] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
@@ -108,7 +110,7 @@ class Plan:
     shards: list[ShardPlan]
     digest: str
     sources: dict[str, SourcePlan]
-    packers: dict[str, dict[str, Any]]
+    packers: dict[str, PackStats]
 
 
 def make_plan(spools: Spools, weights: Sequence[float], options: PackOptions, folder: Path) -> Plan:
@@ -120,6 +122,8 @@ def make_plan(spools: Spools, weights: Sequence[float], options: PackOptions, fo
         spools.state[spools.of_source(number, TRAIN)[count:]] = UNDRAWN
     spools.load_rows()
     sources = {name: _account(spools, number, options) for number, name in enumerate(spools.names)}
+    for source, share in zip(sources.values(), shares_when_ended(counts, weights), strict=True):
+        source.ended = share
     if not any(source.train["rows"] for source in sources.values()):
         raise _nothing(sources)
     with _PlanWriter(folder, spools, options) as writer:
@@ -141,6 +145,15 @@ def draw_counts(there: Sequence[int], weights: Sequence[float], ended: str) -> l
     return [n and max(n, round(max(turns) * weight)) for n, weight in zip(there, weights, strict=True)]
 
 
+def shares_when_ended(counts: Sequence[int], weights: Sequence[float]) -> list[float]:
+    """Of each source the share of all draws that have been made when it has run out."""
+    out, total = [], max(1, sum(counts))
+    for count, weight in zip(counts, weights, strict=True):
+        turn = count / weight
+        out.append(sum(min(c, w * turn) for c, w in zip(counts, weights, strict=True)) / total)
+    return out
+
+
 def _account(spools: Spools, number: int, options: PackOptions) -> SourcePlan:
     source = SourcePlan()
     for part in spools.parts_of(number):
@@ -148,9 +161,11 @@ def _account(spools: Spools, number: int, options: PackOptions) -> SourcePlan:
         chats, state = spools.chats(part), spools.state[start:stop]
         rows, of_row = spools.rows(part), spools.row_states(part)
         source.read.update(_counts(rows, len(chats)))
+        chat_of_row = np.repeat(np.arange(len(chats)), chats["rows"])
         long = rows["length"] > options.max_length
         for into, wanted in ((source.train, TRAIN), (source.valid, VALID)):
-            into.update(_counts(rows[(of_row == wanted) & ~long], int((state == wanted).sum())))
+            kept = (of_row == wanted) & ~long
+            into.update(_counts(rows[kept], len(np.unique(chat_of_row[kept]))))
         for reason, wanted in ((OVER_CAP, CAPPED), (EQUAL, DUPLICATE), (NOT_DRAWN, UNDRAWN)):
             places = [spools.place(part, int(p)) for p in chats["place"][state == wanted][:EXAMPLES]]
             source.drop(reason, int((state == wanted).sum()), rows[of_row == wanted], places)
@@ -212,7 +227,7 @@ class _PlanWriter:
     def __init__(self, folder: Path, spools: Spools, options: PackOptions):
         self.folder, self.spools, self.options = folder, spools, options
         self.shards: list[ShardPlan] = []
-        self.packers: dict[str, dict[str, Any]] = {}
+        self.packers: dict[str, PackStats] = {}
         self.packs, self._items, self._digest = 0, 0, hashlib.blake2b(digest_size=16)
 
     def __enter__(self) -> _PlanWriter:
@@ -240,7 +255,7 @@ class _PlanWriter:
             for pack in packer.finish():
                 shuffle.add(np.array(pack, "<i8").tobytes())
             self._cut(source, shuffle.drain())
-        self.packers[source or ""] = packer.stats.as_dict()
+        self.packers[source or ""] = packer.stats
 
     def _cut(self, source: str | None, packs: Iterator[bytes]) -> None:
         start, tokens = self.packs, 0

@@ -37,6 +37,7 @@ to it. cap: at most so many are taken. A blend file (.yaml, .json) says the same
 
 The same command again goes on where it was stopped, and says so where it was finished.
 """
+LATE = 0.99  # a source that runs out after this is told of as if it had not
 TRAIN = "python -m nemotron_ultra.train recipe=sft"
 
 
@@ -52,7 +53,7 @@ class ChatProgress:
 
     def planned(self, plan: Plan) -> None:
         self.parts.end()
-        self.files = _Writing(sum(packer["tokens"] for packer in plan.packers.values()))
+        self.files = _Writing(sum(packer.tokens for packer in plan.packers.values()))
 
     def wrote(self, receipt: dict[str, Any], resumed: bool) -> None:
         self.files.add(receipt["tokens"], receipt["tokens"], resumed)
@@ -161,10 +162,14 @@ def _source_line(name: str, source: dict[str, Any], manifest: dict[str, Any]) ->
     drawn = source["train"].get("tokens", 0) + source["repeated"].get("tokens", 0)
     share = 100 * drawn / max(manifest["splits"]["train"]["tokens"], 1)
     again = source["repeated"].get("conversations", 0)
-    more = f", {again:,} of them again" if again else ""
+    more = f", {again:,} drawn again" if again else ""
+    ended = source["ended_after_share_of_draws"]
+    weighted = len({other["weight"] for other in manifest["sources"].values()}) > 1
+    if weighted and ended < LATE:
+        more += f", ran out after {100 * ended:.0f} % of the draws"
     return (
-        f"{name}: {source['rows_in']:,} rows in, {source['conversations']:,} conversations kept{more}, "
-        f"{share:.1f} % of the training tokens"
+        f"{name}: {source['rows_in']:,} rows in, {source['conversations']:,} conversations kept, "
+        f"{share:.1f} % of the training tokens{more}"
     )
 
 
