@@ -63,7 +63,7 @@ def heated(logits_BV: Tensor, options: RowOptions) -> Tensor:
 
 def cut(scaled_BV: Tensor, options: RowOptions) -> Tensor:
     """-inf for what min_p, top_k and top_p leave out; of equally likely ids the smaller ones stay."""
-    sorted_BV, ids_BV = scaled_BV.sort(-1, descending=True, stable=True)
+    sorted_BV, ids_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
     odds_BV = (sorted_BV - sorted_BV[:, :1]).double().exp()
     rank_V = torch.arange(scaled_BV.shape[1], device=scaled_BV.device)
     kept_BV = odds_BV >= options.min_p_B1
