@@ -1,8 +1,8 @@
 """Runs of n words shared with held-out texts, and the runs that are only the boilerplate of a template.
 
 A question is contaminated if it holds a run of n words of a held-out text, or is the same text where it is
-shorter than n words. A run that more than a fifth of the questions of one generator (or domain) hold is its
-template's wording and says nothing about any one question, so it is left out of account.
+shorter than n words. A run that more than a fifth of the different questions of one generator (or domain)
+hold is its template's wording and says nothing about any one question, so it is left out of account.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nemotron_ultra.data.json_rows import read_rows
 from nemotron_ultra.errors import DataError
 
 COMMON_SHARE = 0.2
-COMMON_FROM = 20  # questions of a group before its boilerplate can be told from chance
+COMMON_LEAST = 2  # a run of no more questions than this is never boilerplate
 SAMPLE = 1000  # questions of a group that are looked at for it
 
 # Letters and digits, and the signs that make one sum another.
@@ -44,19 +44,19 @@ class Common:
 
     def __init__(self, n: int):
         self.n = n
-        self._seen: Counter[str] = Counter()
+        self._seen: dict[str, set[int]] = defaultdict(set)
         self._counts: dict[str, Counter[int]] = defaultdict(Counter)
         self._found: dict[str, frozenset[int]] = {}
 
     def add(self, group: str, text: str) -> None:
-        if self._seen[group] < SAMPLE:
-            self._seen[group] += 1
+        seen, whole = self._seen[group], _hash(" ".join(words(text)))
+        if len(seen) < SAMPLE and whole not in seen:
+            seen.add(whole)
             self._counts[group].update(grams(text, self.n))
 
     def of(self, group: str) -> frozenset[int]:
         if group not in self._found:
-            seen = self._seen[group]
-            least = seen * COMMON_SHARE if seen >= COMMON_FROM else float("inf")
+            least = max(COMMON_LEAST, COMMON_SHARE * len(self._seen[group]))
             counts = self._counts.pop(group, Counter())
             self._found[group] = frozenset(gram for gram, count in counts.items() if count > least)
         return self._found[group]

@@ -1,4 +1,5 @@
-"""Synthetic questions and answers (report section 2.5), made in seven steps.
+"""Synthetic questions and answers (report section 2.5), made in seven steps over JSONL.
 
-Seeds, generate, format, schema, unique, clean, compose: every step reads and writes JSONL, counts what it leaves out, and goes on where a killed run stopped.
+seeds, generate, format, schema, unique, clean, compose: each counts what it leaves out, and goes on where a
+killed run stopped.
 """

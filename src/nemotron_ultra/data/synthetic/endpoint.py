@@ -170,7 +170,7 @@ class Endpoint:
 
 
 class Answers:
-    """Request hash -> answer, appended to a file and synced before anyone sees it. A torn last line is cut."""
+    """Request hash -> answer, appended to a file and synced before it is used. A torn last line is cut."""
 
     def __init__(self, path: Path):
         self._known: dict[str, dict[str, Any]] = {}

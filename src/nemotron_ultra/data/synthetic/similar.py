@@ -38,7 +38,9 @@ class Unique:
     def open(self, source: Path | None, kept: Iterable[Row]) -> None:
         self._exact: dict[bytes, str] = {}
         self._grams: dict[str, np.ndarray] = {}
-        self._index = self._library.MinHashLSH(threshold=self._threshold, num_perm=self.PERMUTATIONS)
+        # Candidates from a little below, since the exact comparison follows and LSH misses some at the edge.
+        near = min(0.9, max(0.1, self._threshold - 0.1))
+        self._index = self._library.MinHashLSH(threshold=near, num_perm=self.PERMUTATIONS)
         self._common = _boilerplate(source, SHINGLE)
         for row in kept:
             self._add(row, *self._sketch(row))
