@@ -104,7 +104,10 @@ class PackStream:
             name = Path(self.where).stem.strip("*") or "packs"
             return {name: {"folder": folder, "packs": len(self.train), "remark": remark}}
         packed = {"folder": folder, "template": self.manifest["template"].get("name")}
-        return {name: dict(facts) | packed for name, facts in self.manifest["sources"].items()}
+        return {
+            name: {"tokens": 0} | {k: v for k, v in facts.items() if isinstance(v, int | float)} | packed
+            for name, facts in self.manifest["sources"].items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "facts": self.facts()}
