@@ -22,18 +22,31 @@ def uniforms(seeds: Sequence[int], count: int) -> Tensor:
 
 
 class Uniforms:
-    """The numbers of one seed, in turn: `next()` gives those of `uniforms([seed], ...)` from the first on."""
+    """The numbers of one seed, in turn: `next()` gives those of `uniforms([seed], ...)` from the first on.
+
+    stream: 0, or another one for numbers of the same seed that have nothing to do with those.
+    """
 
     ahead = 64
 
-    def __init__(self, seed: int):
-        self.source = np.random.Generator(np.random.Philox(key=int(seed) % 2**64))
+    def __init__(self, seed: int, stream: int = 0):
+        self.source = np.random.Generator(np.random.Philox(key=int(seed) % 2**64 + (stream << 64)))
         self.block: list[float] = []
 
     def next(self) -> float:
         if not self.block:
             self.block = self.source.random(self.ahead)[::-1].tolist()
         return self.block.pop()
+
+    def peek(self, count: int) -> list[float]:
+        """The next `count` numbers, which stay the next ones."""
+        while len(self.block) < count:
+            self.block = self.source.random(self.ahead)[::-1].tolist() + self.block
+        return self.block[: -count - 1 : -1]
+
+    def skip(self, count: int) -> None:
+        """Over the next `count` numbers, which have been seen by `peek`."""
+        del self.block[len(self.block) - count :]
 
 
 def draw(logits_BV: Tensor, temperature: float, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
