@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 
 import pytest
@@ -64,7 +65,8 @@ def test_answers_to_validation_prompts_are_kept_to_read(run):
     for row in rows:
         assert row["prompt"].endswith("<|im_start|>assistant\n<think></think>")
         assert row["packed"].endswith("<|im_end|>") and "<|im_start|>" not in row["packed"]
-    assert "red" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "packed: " in page and "val/colours/loss" in page
     facts = json.loads((run / "run.json").read_text())
     assert facts["data"]["numbers"]["conversations"] == 40
 
@@ -86,12 +88,14 @@ def test_the_second_mean_begins_at_its_step(packs, run, tmp_path):
     assert now[2]["loss"] != before[2]["loss"]
 
 
-def test_tasks_beside_packs_are_scored(packs, tmp_path):
+def test_tasks_beside_packs_are_scored(packs, tmp_path, capsys):
     few = {"tasks.validation_problems": 2, "trainer.steps": 1, "trainer.sample_tokens": 0}
     assert train.main(words(packs, tmp_path, **few)) == 0
     (row,) = read_metrics(tmp_path / "sft" / "metrics.jsonl")
     assert undocumented(row) == [] and 0 <= row["val/sums/exact"] <= row["val/sums/score"] <= 1
     assert row["packs/conversations"] > 0 and row["val/colours/loss"] > 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"mtp \d\.\d\d/\d\.\d\d loss by source: colours \d\.\d\d, numbers \d\.\d\d", shown)
 
 
 def test_packs_changed_between_two_starts_are_refused(packs, tmp_path, capsys):

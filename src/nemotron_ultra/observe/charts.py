@@ -68,11 +68,14 @@ def other_metrics(runs: Sequence[RunData]) -> str:
     """A chart for each metric that no other chart shows, so that a new trainer's figures are never hidden."""
     shown = {key for _, _, keys, _ in _GROUPS for template, _, _ in keys for key in _keys(runs, template)}
     names = dict.fromkeys(key for run in runs for key in run.curves)
-    rest = [
-        key for key in names if key not in shown and (not key.startswith(_KNOWN_PREFIXES) or key in _MORE)
-    ]
+    rest = [key for key in names if key not in shown and _charted_alone(key)]
     cards = [_card(_chart(runs, key, [(key, key, "")], {}), runs) for key in rest]
     return f'<div class="grid">{"".join(card for card in cards if card)}</div>' if any(cards) else ""
+
+
+def _charted_alone(key: str) -> bool:
+    by_name = key.startswith("val/") and key.count("/") == 2 and not key.startswith("val/mtp_")
+    return by_name or key in _MORE or not key.startswith(_KNOWN_PREFIXES)
 
 
 def _chart(runs: Sequence[RunData], title: str, keys: Keys, options: dict) -> Chart:

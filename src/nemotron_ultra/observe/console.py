@@ -74,12 +74,14 @@ class Console:
         fields = [f"loss {fixed(row['val/loss'])}"] if "val/loss" in row else []
         if "val/bits_per_byte" in row:
             fields.append(f"{fixed(row['val/bits_per_byte'])} bits per byte")
-        known = {"val/loss", "val/bits_per_byte"}
-        others = sorted(
-            key for key in row if key.startswith("val/") and key.endswith("/loss") and key not in known
-        )
-        if others:
-            fields.append("mtp " + "/".join(fixed(row[key], 2) for key in others))
+        losses = [
+            key for key in row if key.startswith("val/") and key.endswith("/loss") and key != "val/loss"
+        ]
+        depths = sorted(key for key in losses if key.startswith("val/mtp_"))
+        if depths:
+            fields.append("mtp " + "/".join(fixed(row[key], 2) for key in depths))
+        sources = [f"{key.split('/')[1]} {fixed(row[key], 2)}" for key in losses if key not in depths]
+        fields += [f"loss by source: {', '.join(sources)}"] if sources else []
         fields += [
             f"{key.removeprefix('val/').removesuffix('/score') or 'score'} {fixed(row[key])}"
             for key in row

@@ -237,16 +237,21 @@ def _samples(run: RunData, number: int, several: bool) -> str:
 
 
 def sample(row: Mapping[str, object]) -> str:
-    """One row of samples.jsonl: a continuation, or a rollout with its domain, reward and end."""
+    """One row of samples.jsonl: a continuation, a rollout with its domain, reward and end, or an answer
+    beside the one that was packed.
+    """
     facts = [f"step {tables.text(row.get('step', ''))}"]
     facts += [tables.text(row["domain"])] if "domain" in row else []
     facts += [f"reward {fixed(row['reward'])}"] if "reward" in row else []
     facts += ["cut at the limit"] if row.get("finish_reason") == "length" else []
     prompt, text = (html.escape(str(row.get(key, ""))) for key in ("prompt", "text"))
+    packed = (
+        f'\n<span class="faint">packed: {html.escape(str(row["packed"]))}</span>' if "packed" in row else ""
+    )
     arrow = " &rarr; " if "domain" in row else ""  # an answer does not continue its question
     return (
         f'<div class="sample"><p class="faint">{" · ".join(facts)}</p>'
-        f'<pre><span class="prompt">{prompt}{arrow}</span>{text}</pre></div>'
+        f'<pre><span class="prompt">{prompt}{arrow}</span>{text}{packed}</pre></div>'
     )
 
 
