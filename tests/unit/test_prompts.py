@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from nemotron_ultra import prep
-from nemotron_ultra.data.prompt_rows import Unusable, read_prompt
+from nemotron_ultra.data.messages import RowDropped
+from nemotron_ultra.data.prompt_rows import read_prompt
 
 CHOICE = {
     "responses_create_params": {
@@ -115,7 +116,7 @@ def test_a_chat_gives_its_last_answer_as_reference():
     prompt = read_prompt({"messages": chat, "id": "x"}, "sums", "exact")
     assert prompt.messages == chat[:1] and prompt.answer == "2" and prompt.extra == {"id": "x"}
     assert prompt.environment == {"name": "exact", "args": {}}
-    with pytest.raises(Unusable, match="no environment"):
+    with pytest.raises(RowDropped, match="no environment"):
         read_prompt({"messages": chat}, "sums")
 
 
@@ -130,14 +131,14 @@ def test_a_chat_gives_its_last_answer_as_reference():
         (own("q", pass_rate=1.5), "pass rate is not in 0 to 1"),
         (own("q", environment={}), "no environment"),
         (own("q", domain=""), "no domain"),
-        (own("q", tools={"a": 1}), "tools are not a list of objects"),
+        (own("q", tools=[{"a": 1}]), "bad tools"),
         (own("q", messages="[{"), "a field's JSON text is malformed"),
         ({"responses_create_params": {"input": [{"type": "item_reference"}]}}, "unknown kind of input"),
         ({"responses_create_params": {}}, "no messages"),
     ],
 )
 def test_rows_that_are_no_prompts(row, reason):
-    with pytest.raises(Unusable) as caught:
+    with pytest.raises(RowDropped) as caught:
         read_prompt(row)
     assert caught.value.reason == reason
 
@@ -145,9 +146,10 @@ def test_rows_that_are_no_prompts(row, reason):
 def test_every_drop_is_counted_with_its_line(tmp_path, capsys):
     rows = [own("3 + 4 ="), "{broken\n", "\n", "[1]\n", own("3 + 4 ="), own("hard", pass_rate=0.0)]
     rows += [own("easy", pass_rate=1.0), own("long " * 100), own("other", environment="chess"), own("\ud800")]
+    rows += [own("half", answer="\ud800")]
     flags = ["--min-pass-rate", "0.1", "--max-pass-rate", "0.9", "--max-tokens", "40"]
     status, manifest = run(tmp_path, rows, *flags, "--only-environment", "reasoning_gym")
-    assert status == 0 and manifest["rows"] == 9
+    assert status == 0 and manifest["rows"] == 10
     assert manifest["examples"]["not JSON"] == ["in.jsonl:2"]
     assert manifest["examples"]["not a JSON object"] == ["in.jsonl:4"]
     assert manifest["examples"]["duplicate prompt"] == ["in.jsonl:5"]
@@ -156,7 +158,8 @@ def test_every_drop_is_counted_with_its_line(tmp_path, capsys):
     assert manifest["examples"]["prompt too long"][0].startswith("in.jsonl:8: 1")
     assert manifest["examples"]["environment not chosen"] == ["in.jsonl:9: chess"]
     assert manifest["dropped"]["half of a surrogate pair in the text"] == 1
-    assert sum(manifest["dropped"].values()) == 8
+    assert manifest["examples"]["bad content"][0].startswith("in.jsonl:10: message 0")
+    assert sum(manifest["dropped"].values()) == 9
     assert "dropped 1: duplicate prompt (first: in.jsonl:5)" in capsys.readouterr().out
 
 

@@ -3,7 +3,9 @@ import subprocess
 import sys
 
 from nemotron_ultra import prep
+from nemotron_ultra.config.compose import load_recipe
 from nemotron_ultra.data.synthetic.gym import Gym, Spec
+from nemotron_ultra.rl.environments import make_environments
 
 
 def synth(out, *flags, count=240):
@@ -52,6 +54,20 @@ def test_held_out_questions_are_not_made_again(tmp_path):
     assert len(held_out) <= steps[5]["dropped"]["in the held-out texts"] <= len(held_out) + 4
 
 
+def test_held_out_questions_of_tasks_are_not_made(tmp_path):
+    sums = {"min_terms": 3, "max_terms": 3, "min_digits": 1, "max_digits": 1, "operators": ["+"]}
+    sums |= {"allow_parentheses": False, "allow_negation": False}
+    spec = f"basic_arithmetic:{json.dumps(sums)}"
+    flags = ("--generator", spec, "--family", "generative", "--held-out-tasks", "puzzles")
+    assert synth(tmp_path / "out", *flags) == 0
+    tasks = load_recipe("grpo", ["tasks=puzzles"]).tasks
+    held_out = set(make_environments(tasks, seed=7)["sums"].questions)
+    made = {row["messages"][0]["content"] for row in lines(tmp_path / "out" / "chats.jsonl")}
+    steps = json.loads((tmp_path / "out" / "manifest.json").read_text())["steps"]
+    assert steps[5]["dropped"]["in the held-out texts"] > 20 and made and not made & held_out
+    assert steps[5]["examples"]["in the held-out texts"][0].startswith("s0000")
+
+
 def test_the_same_command_again_and_another_into_the_same_folder(tmp_path, capsys):
     assert synth(tmp_path / "out", count=24) == 0
     before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
@@ -76,6 +92,8 @@ def test_bad_commands_say_what_is_allowed(tmp_path, capsys):
         assert synth(tmp_path / str(number), *flags, count=12) == status
         error = capsys.readouterr().err
         assert words in error and "Traceback" not in error
+        claimed = (tmp_path / str(number) / "job.json").exists()
+        assert claimed == (number == len(cases) - 1)  # but for the last, mended options may use the folder
 
 
 def test_without_the_extra_the_error_names_it(tmp_path):

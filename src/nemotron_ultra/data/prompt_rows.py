@@ -16,23 +16,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nemotron_ultra.data.messages import RowDropped, normal_message, normal_tools
 from nemotron_ultra.data.ngrams import content_text
 
-ROLES = ("system", "user", "assistant", "tool")
 ANSWERS = ("answer", "expected_answer", "ground_truth", "ground_truth_answer")
 NESTED = ("responses_create_params", "messages", "environment", "agent_ref", "tools")
 # Fields of a Gym row that describe it or count something; its server does not verify with them.
 _BOOKKEEPING = ("uuid", "id", "source", "dataset", "domain", "license", "used_in", "messages", "tools")
 _COUNTERS = ("pass_rate", "_ng_", "raw_rewards", "reward_profiles", "input_tokens/", "output_tokens/")
 _COUNTERS += ("total_tokens/",)
-
-
-class Unusable(Exception):
-    """A row that is no prompt. reason: short and stable, for counting; detail: what was found."""
-
-    def __init__(self, reason: str, detail: str = ""):
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +54,7 @@ class Prompt:
 
 
 def read_prompt(row: Mapping[str, Any], domain: str | None = None, environment: str | None = None) -> Prompt:
-    """The prompt of a row. domain, environment: for rows that name none. Raises Unusable."""
+    """The prompt of a row. domain, environment: for rows that name none. Raises RowDropped."""
     row = {key: _parsed(key, value) for key, value in row.items()}
     if "responses_create_params" in row:
         return _gym(row, domain, environment)
@@ -89,7 +81,7 @@ def read_prompt(row: Mapping[str, Any], domain: str | None = None, environment: 
 def _gym(row: Mapping[str, Any], domain: str | None, environment: str | None) -> Prompt:
     params = row["responses_create_params"]
     if not isinstance(params, Mapping):
-        raise Unusable("no messages", f"responses_create_params is {type(params).__name__}")
+        raise RowDropped("no messages", f"responses_create_params is {type(params).__name__}")
     messages = _items(params.get("input"))
     if params.get("instructions"):
         messages.insert(0, {"role": "system", "content": str(params["instructions"])})
@@ -127,12 +119,12 @@ def _items(items: Any) -> list[dict[str, Any]]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
-        raise Unusable("no messages", "responses_create_params.input is empty")
+        raise RowDropped("no messages", "responses_create_params.input is empty")
     messages: list[dict[str, Any]] = []
     thoughts = ""
     for number, item in enumerate(items):
         if not isinstance(item, Mapping):
-            raise Unusable("no messages", f"input item {number} is {type(item).__name__}")
+            raise RowDropped("no messages", f"input item {number} is {type(item).__name__}")
         kind = item.get("type", "message")
         if kind == "reasoning":
             parts = item.get("summary") or item.get("content") or []
@@ -150,64 +142,57 @@ def _items(items: Any) -> list[dict[str, Any]]:
 
 def _message_of(item: Mapping[str, Any], kind: str, number: int) -> dict[str, Any]:
     if kind == "function_call":
-        call = {"name": item.get("name"), "arguments": item.get("arguments")}
-        calls = [{"id": item.get("call_id"), "type": "function", "function": call}]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
+        call = {"id": item.get("call_id"), "name": item.get("name"), "arguments": item.get("arguments")}
+        return _message({"role": "assistant", "content": "", "tool_calls": [call]}, number)
     if kind == "function_call_output":
         output = item.get("output")
         content = output if isinstance(output, str) else content_text(output)
-        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+        return _message({"role": "tool", "tool_call_id": item.get("call_id"), "content": content}, number)
     if kind != "message":
-        raise Unusable("unknown kind of input", f"input item {number} has type {kind!r}")
+        raise RowDropped("unknown kind of input", f"input item {number} has type {kind!r}")
     return _message(item, number)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
-        raise Unusable("no messages", "the row has none")
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise Unusable("no messages", f"message {number} is {type(message).__name__}")
+        raise RowDropped("no messages", "the row has none")
     return [_message(message, number) for number, message in enumerate(value)]
 
 
-def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
-    role = "system" if message.get("role") == "developer" else message.get("role")
-    if role not in ROLES:
-        raise Unusable("unknown role", f"message {number}: {role!r}, allowed: {', '.join(ROLES)}")
-    made = {"role": role, "content": content_text(message.get("content"))}
-    if not isinstance(message.get("content", ""), str | list) and not message.get("tool_calls"):
-        raise Unusable("content is not text", f"message {number}: {type(message.get('content')).__name__}")
-    kept = ("reasoning_content", "tool_calls", "tool_call_id", "name")
-    return made | {key: message[key] for key in kept if message.get(key)}
+def _message(message: Any, number: int) -> dict[str, Any]:
+    """As `normal_message`, with text parts of any type joined and tool calls in the chat API's nesting."""
+    if isinstance(message, Mapping) and isinstance(message.get("content"), list):
+        message = {**message, "content": content_text(message["content"])}
+    made = normal_message(message, number)
+    if "tool_calls" in made:
+        made["tool_calls"] = [_nested(call) for call in made["tool_calls"]]
+    return made
+
+
+def _nested(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+    return {key: call[key] for key in ("id",) if key in call} | {"type": "function", "function": function}
 
 
 def _check(messages: list[dict[str, Any]]) -> None:
-    """Raises Unusable unless the messages can be answered."""
+    """Raises RowDropped unless the messages can be answered."""
     if not any(message["role"] == "user" for message in messages):
-        raise Unusable("no user message", " ".join(message["role"] for message in messages) or "none")
+        raise RowDropped("no user message", " ".join(message["role"] for message in messages) or "none")
     if messages[-1]["role"] not in ("user", "tool"):
-        raise Unusable("nothing to answer", f"the last message is the {messages[-1]['role']}'s")
+        raise RowDropped("nothing to answer", f"the last message is the {messages[-1]['role']}'s")
     for number, message in enumerate(messages):
         if message["role"] == "system" and number > 0:
-            raise Unusable("role order", f"message {number} is a system message")
+            raise RowDropped("role order", f"message {number} is a system message")
         if message["role"] == "user" and not message["content"].strip():
-            raise Unusable("empty content", f"message {number} of the user")
+            raise RowDropped("empty content", f"message {number} of the user")
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
     """Tools of either API in the chat API's nesting."""
-    if value is None or value == []:
-        return []
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise Unusable("tools are not a list of objects", type(value).__name__)
-    made = []
-    for tool in value:
-        function = tool.get("function")
-        if not isinstance(function, Mapping):
-            function = {key: inner for key, inner in tool.items() if key != "type"}
-        made.append({"type": "function", "function": dict(function)})
-    return made
+    flat = value if isinstance(value, list) else []
+    if any(isinstance(tool, Mapping) and "function" not in tool and "name" in tool for tool in flat):
+        value = [{k: v for k, v in tool.items() if k != "type"} if "name" in tool else tool for tool in flat]
+    return list(normal_tools(value))
 
 
 def _gym_environment(name: Any, args: dict[str, Any]) -> dict[str, Any] | None:
@@ -218,10 +203,10 @@ def _environment(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         value = {"name": value, "args": {}}
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str) or not value["name"]:
-        raise Unusable("no environment", "none in the row; --environment NAME gives one")
+        raise RowDropped("no environment", "none in the row; --environment NAME gives one")
     args = value.get("args") or {}
     if not isinstance(args, Mapping):
-        raise Unusable("environment args are not an object", type(args).__name__)
+        raise RowDropped("environment args are not an object", type(args).__name__)
     return {"name": value["name"], "args": dict(args)}
 
 
@@ -241,7 +226,7 @@ def _pass_rate(row: Mapping[str, Any]) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise Unusable("pass rate is not in 0 to 1", repr(value))
+        raise RowDropped("pass rate is not in 0 to 1", repr(value))
     return float(value)
 
 
@@ -251,7 +236,7 @@ def _domain_of(agent: Any) -> str | None:
 
 def _name(what: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise Unusable(f"no {what}", f"none in the row; --{what} NAME gives one")
+        raise RowDropped(f"no {what}", f"none in the row; --{what} NAME gives one")
     return value.strip()
 
 
@@ -262,4 +247,4 @@ def _parsed(key: str, value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise Unusable("a field's JSON text is malformed", f"{key}: {error}") from error
+        raise RowDropped("a field's JSON text is malformed", f"{key}: {error}") from error

@@ -21,9 +21,10 @@ from nemotron_ultra.data.inputs import InputFile, fingerprint
 from nemotron_ultra.data.job_folder import open_job
 from nemotron_ultra.data.json_rows import Row, read_rows
 from nemotron_ultra.data.manifest import NAME, SPLITS, file_facts, write_json
+from nemotron_ultra.data.messages import RowDropped
 from nemotron_ultra.data.ngrams import Common, HeldOut
 from nemotron_ultra.data.parts import EXAMPLES, split_of
-from nemotron_ultra.data.prompt_rows import Prompt, Unusable, read_prompt
+from nemotron_ultra.data.prompt_rows import Prompt, read_prompt
 from nemotron_ultra.errors import DataError
 
 FORMAT = 1
@@ -82,9 +83,9 @@ def prepare_prompts(
 ) -> tuple[dict[str, Any], bool]:
     """Make the folder `out`; returns (manifest, whether it was there already).
 
-    files, held_out: with digests. length: tokens of a prompt, `measure` says by what (tokenizer and its
-    hash). report is told rows read and bytes of the files done. Raises DataError: no usable row, a malformed
-    line under strict, unreadable input, a folder of something else.
+    files, held_out: with digests. length: tokens of a prompt, `measure` says by what (tokenizer, template and
+    their hashes). report is told rows read and bytes of the files done. Raises DataError: no usable row, a
+    malformed line under strict, unreadable input, a folder of something else.
     """
     assert (length is None) == (options.max_tokens is None), "max_tokens needs a length and the reverse"
     identity = {
@@ -147,9 +148,9 @@ def _chosen(
             raw = (json.dumps(prompt.row(), ensure_ascii=False) + "\n").encode()
             key = hashlib.blake2b(prompt.key(), digest_size=16).digest()
             if key in seen:
-                raise Unusable("duplicate prompt")
+                raise RowDropped("duplicate prompt", "")
             _check(prompt, held_out, common, options, length)
-        except Unusable as error:
+        except RowDropped as error:
             counts.drop(row.place, error.reason, error.detail)
             continue
         except UnicodeEncodeError:
@@ -176,7 +177,7 @@ def _read(row: Row, options: PromptOptions) -> Prompt:
         return read_prompt(row.value, options.domain, options.environment)
     if options.strict:
         raise DataError(f"{row.place}: {row.dropped}", do="mend the line, or leave --strict out to skip it")
-    raise Unusable(row.dropped)
+    raise RowDropped(row.dropped, "")
 
 
 def _check(
@@ -184,18 +185,27 @@ def _check(
 ) -> None:
     name = prompt.environment["name"]
     if options.only and name not in options.only:
-        raise Unusable("environment not chosen", name)
+        raise RowDropped("environment not chosen", name)
     if prompt.pass_rate is not None and prompt.pass_rate < options.min_pass_rate:
-        raise Unusable("pass rate below the bound", str(prompt.pass_rate))
+        raise RowDropped("pass rate below the bound", str(prompt.pass_rate))
     if prompt.pass_rate is not None and prompt.pass_rate > options.max_pass_rate:
-        raise Unusable("pass rate above the bound", str(prompt.pass_rate))
+        raise RowDropped("pass rate above the bound", str(prompt.pass_rate))
     if held_out.texts:
         boilerplate = common.of(prompt.domain)
         hits = (held_out.hit(text, boilerplate) for text in _asked(prompt))
         if place := next(filter(None, hits), None):
-            raise Unusable("in the held-out texts", place)
-    if length is not None and (tokens := length(prompt)) > options.max_tokens:
-        raise Unusable("prompt too long", f"{tokens} tokens, at most {options.max_tokens}")
+            raise RowDropped("in the held-out texts", place)
+    if length is not None:
+        _check_length(prompt, length, options.max_tokens)
+
+
+def _check_length(prompt: Prompt, length: Length, most: int) -> None:
+    try:
+        tokens = length(prompt)
+    except DataError as error:
+        raise RowDropped("the template cannot render the prompt", str(error)) from error
+    if tokens > most:
+        raise RowDropped("prompt too long", f"{tokens} tokens, at most {most}")
 
 
 def _boilerplate(files: list[InputFile], held_out: HeldOut, options: PromptOptions) -> Common:
@@ -204,7 +214,7 @@ def _boilerplate(files: list[InputFile], held_out: HeldOut, options: PromptOptio
     for row in (row for file in files if held_out.texts for row in read_rows(file)):
         try:
             prompt = read_prompt(row.value, options.domain, options.environment) if not row.dropped else None
-        except Unusable:
+        except RowDropped:
             continue
         for text in _asked(prompt) if prompt else ():
             common.add(prompt.domain, text)

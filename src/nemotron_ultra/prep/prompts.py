@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
-from nemotron_ultra.data.inputs import find_files, with_digests
+from nemotron_ultra.data.chat import load_template
+from nemotron_ultra.data.inputs import with_digests
 from nemotron_ultra.data.json_rows import find_row_files
 from nemotron_ultra.data.prompt_rows import Prompt
 from nemotron_ultra.data.prompts import Length, PromptOptions, prepare_prompts
 from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.errors import ConfigError, DataError, NemotronError
+from nemotron_ultra.prep.held_out import add_options, held_out_files, locked
 from nemotron_ultra.prep.text import fraction
 
 HELP = """\
@@ -56,12 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is not a folder", do="name another --out")
     files = with_digests(find_row_files(arguments.inputs, out))
-    held_out = with_digests(find_files(arguments.held_out, out))
     length, measure = _length(arguments) if options.max_tokens is not None else (None, None)
-    out.mkdir(parents=True, exist_ok=True)
     progress = Progress(sum(file.size for file in files))
     try:
-        with FileLock(out / ".lock", timeout=0):
+        with held_out_files(arguments) as held_out, locked(out):
             manifest, was_there = prepare_prompts(
                 files, held_out, out, options, length=length, measure=measure, report=progress
             )
@@ -120,21 +120,14 @@ def _options(arguments: argparse.Namespace) -> PromptOptions:
 
 
 def _length(arguments: argparse.Namespace) -> tuple[Length, str]:
-    """Tokens of a prompt's text with the markers of its messages; tool definitions as their JSON."""
+    """Tokens of a prompt as it will be asked, the opening of the answer included."""
     tokenizer = load_tokenizer(arguments.tokenizer)
+    template = load_template(tokenizer, arguments.template)
 
     def length(prompt: Prompt) -> int:
-        # Three ids a message beside its text: start, end, newline; the answer's opening is as long.
-        texts = [f"{message['role']}\n{message['content']}" for message in prompt.messages]
-        texts += [str(message[key]) for message in prompt.messages for key in EXTRA_TEXT if key in message]
-        texts += [str(tool) for tool in prompt.tools]
-        encoded = tokenizer.backend().encode_batch_fast(texts, add_special_tokens=False)
-        return sum(len(text.ids) for text in encoded) + 3 * (len(prompt.messages) + 1)
+        return len(template.prompt(prompt.messages, tools=prompt.tools))
 
-    return length, f"{tokenizer.name} {tokenizer.hash}"
-
-
-EXTRA_TEXT = ("reasoning_content", "tool_calls")
+    return length, f"{tokenizer.name} {tokenizer.hash}, {template.name} {template.hash}"
 
 
 def positive(text: str) -> int:
@@ -168,7 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-pass-rate", type=share, default=1.0, metavar="P", help="highest pass rate kept (1)")
     add("--max-tokens", type=positive, metavar="N", help="longest prompt, in tokens of --tokenizer (any)")
     add("--tokenizer", default="builtin", metavar="T", help='"builtin" or a Hugging Face tokenizer folder')
-    add("--held-out", action="append", default=[], metavar="FILE", help="texts that no prompt may repeat")
+    add("--template", default="builtin", metavar="T", help='"builtin", "tokenizer" or a .jinja file')
+    add_options(parser)
     add("--ngram", type=positive, default=13, metavar="N", help="words of a run that counts as repeated (13)")
     add("--valid-fraction", type=fraction, default=0.01, metavar="F", help="prompts for validation (0.01)")
     add("--strict", action="store_true", help="a line that is no JSON object is an error")

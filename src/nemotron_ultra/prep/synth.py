@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
-from nemotron_ultra.data.inputs import find_files, with_digests
+from nemotron_ultra.data.inputs import find_files
 from nemotron_ultra.data.synthetic.endpoint import EndpointOptions
 from nemotron_ultra.data.synthetic.gym import DEFAULT, Spec
 from nemotron_ultra.data.synthetic.pipeline import SynthOptions, synthesize
@@ -20,6 +20,7 @@ from nemotron_ultra.data.synthetic.shapes import FAMILIES, FEWEST, LETTERS
 from nemotron_ultra.data.synthetic.steps import Receipt, Report
 from nemotron_ultra.data.synthetic.topics import built_in, read_topics
 from nemotron_ultra.errors import ConfigError, DataError, NemotronError
+from nemotron_ultra.prep.held_out import add_options, held_out_files, locked
 from nemotron_ultra.prep.prompts import positive, share
 
 HELP = """\
@@ -58,11 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     options = _options(arguments)
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is not a folder", do="name another --out")
-    held_out = with_digests(find_files(arguments.held_out, out))
-    out.mkdir(parents=True, exist_ok=True)
     progress = Progress()
     try:
-        with FileLock(out / ".lock", timeout=0):
+        with held_out_files(arguments) as held_out, locked(out):
             manifest, was_there = synthesize(options, held_out, out, stage=progress.stage)
     except Timeout as error:
         raise DataError(
@@ -188,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     generator_help = "reasoning_gym:NAME or reasoning_gym:NAME:{JSON options}; again for more (a set of 12)"
     add("--generator", action="append", metavar="G", help=generator_help)
     add("--options", default="4,10", metavar="N,N", help="options of multiple choice, in turn (4,10)")
-    add("--held-out", action="append", default=[], metavar="FILE", help="texts that no question may repeat")
+    add_options(parser)
     add("--ngram", type=positive, default=13, metavar="N", help="words of a run that counts as repeated (13)")
     similar_help = "share of common word runs from which two questions are one (0.8)"
     add("--similar", type=share, default=0.8, metavar="S", help=similar_help)

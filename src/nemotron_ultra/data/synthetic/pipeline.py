@@ -26,7 +26,6 @@ from nemotron_ultra.data.synthetic.steps import (
     Receipt,
     Report,
     Row,
-    Step,
     line,
     read_jsonl,
     run_step,
@@ -104,9 +103,8 @@ class Generate:
 
     name = "generate"
 
-    def __init__(self, options: SynthOptions, endpoint: Endpoint | None):
-        self._options, self._endpoint = options, endpoint
-        self._gyms = {text: Gym(Spec.parse(text), options.seed) for text in options.generators}
+    def __init__(self, options: SynthOptions, gyms: dict[str, Gym], endpoint: Endpoint | None):
+        self._options, self._gyms, self._endpoint = options, gyms, endpoint
         self.chunk = 8 * options.endpoint.concurrency if options.endpoint else CHUNK
 
     def open(self, source: Path | None, kept: Iterable[Row]) -> None:
@@ -150,6 +148,9 @@ def synthesize(
     held_out: files with digests. stage(name) gives the Report of a step. Raises DataError (no sample left, a
     folder of something else), ConfigError (generators), BackendError (a missing library, the endpoint).
     """
+    # Before the folder is claimed: what is refused here leaves nothing behind.
+    gyms = {text: Gym(Spec.parse(text), options.seed) for text in options.generators}
+    unique, clean = Unique(options.similar), Clean(HeldOut(held_out, options.ngram))
     finished = open_job(out, options.identity(held_out), (CHATS, PROMPTS, STEPS))
     if finished is not None:
         return finished, True
@@ -159,7 +160,9 @@ def synthesize(
     receipts: list[Receipt] = []
     source: Path | Callable[[int], Iterator[Row]] = partial(seed_rows, options)
     try:
-        for number, step in enumerate(_steps(options, endpoint, held_out), 1):
+        generate = Generate(options, gyms, endpoint)
+        steps = (Seeds(), generate, Format(), Schema(), unique, clean, Compose(options.seed))
+        for number, step in enumerate(steps, 1):
             receipts.append(run_step(folder, number, step, source, stage(step.name)))
             source = step_path(folder, number, step.name)
     finally:
@@ -168,16 +171,6 @@ def synthesize(
     if not receipts[-1].rows_out:
         raise _empty(receipts)
     return _finish(options, held_out, out, source, receipts), False
-
-
-def _steps(options: SynthOptions, endpoint: Endpoint | None, held_out: list[InputFile]) -> Iterator[Step]:
-    yield Seeds()
-    yield Generate(options, endpoint)
-    yield Format()
-    yield Schema()
-    yield Unique(options.similar)
-    yield Clean(HeldOut(held_out, options.ngram))
-    yield Compose(options.seed)
 
 
 @dataclass
