@@ -21,7 +21,7 @@ from nemotron_ultra.generation.draw import Uniforms
 from nemotron_ultra.generation.request import check_request, check_room
 from nemotron_ultra.generation.sampling import RowOptions, next_tokens
 from nemotron_ultra.model.cache import Cache
-from nemotron_ultra.model.hybrid import HybridLM, apply_head
+from nemotron_ultra.model.hybrid import HybridLM
 
 TAIL_TOKENS_PER_CHARACTER = 4  # a token has a byte or more, a character of UTF-8 up to four
 TAIL_TOKENS = 8  # besides: ids that have no text
@@ -334,7 +334,7 @@ class OneToken:
         """It needs nothing but `Rows`."""
 
     def round(self, rows: Rows, finish: Callable[[list[Run]], Tensor]) -> None:
-        logits_BV = apply_head(rows.hidden_BD, self.model.lm_head.weight)
+        logits_BV = self.model.next_logits(rows.hidden_BD)
         uniforms = [live.uniforms.next() for live in rows.live]
         uniform_B = torch.tensor(uniforms, dtype=torch.float64, device=logits_BV.device)
         token_B, *logprobs = next_tokens(logits_BV, self.vocab_size, rows.options, uniform_B)

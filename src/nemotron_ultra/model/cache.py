@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -107,7 +108,8 @@ class Cache:
         self._length_B = torch.zeros(slots, dtype=torch.int64, device=device)
         self._row_B = torch.arange(slots, device=device)
         self.lengths: list[int] = []
-        self.mask_BKS: Tensor | None = None
+        self.plan: Any = None  # how a decode step runs with these tensors (`plan.py`)
+        self._mask_BKS: Tensor | None = None
         self._opened: list[int] = []
 
     @classmethod
@@ -228,17 +230,23 @@ class Cache:
         return order_B
 
     def open(self, counts: Sequence[int]) -> None:
-        """Make room for counts[b] more tokens in row b, in `longest` and, for equal counts, in the mask."""
+        """Make room for counts[b] more tokens in row b; `longest` and the mask count them already."""
         assert len(counts) == self.size and not self._opened, "one open step at a time, for all live rows"
         longest = max(map(sum, zip(self.lengths, counts, strict=True)), default=0)
         if longest > self.capacity:
             raise _too_long(longest, self.capacity)
-        self._opened = list(counts)
-        self.mask_BKS = None
-        tokens = max(counts, default=0)
-        if tokens == min(counts, default=0) and (tokens > 1 or len(set(self.lengths)) > 1):
-            columns_S = torch.arange(longest, device=self._length_B.device)
-            self.mask_BKS = columns_S <= self.places_BK(tokens)[..., None]
+        self._opened, self._mask_BKS = list(counts), None
+
+    @property
+    def mask_BKS(self) -> Tensor | None:
+        """Keys that each opened token attends to, all rows having as many; None: all of them."""
+        tokens = self._opened[0]
+        if tokens == 1 and len(set(self.lengths)) == 1:
+            return None
+        if self._mask_BKS is None:
+            columns_S = torch.arange(self.longest, device=self._length_B.device)
+            self._mask_BKS = columns_S <= self.places_BK(tokens)[..., None]
+        return self._mask_BKS
 
     def places_BK(self, tokens: int) -> Tensor:
         """Positions of the next tokens of each row."""
@@ -266,6 +274,12 @@ class Cache:
             kept_B = torch.tensor(keep, device=self._length_B.device)
             for layer in self._states():
                 layer.commit(kept_B, self.length_B)
+
+    def cut(self, count: int) -> None:
+        """Forget the last `count` tokens of every row; for layers that a shorter length cuts, not `M`."""
+        assert all(isinstance(layer, KeyValues) for layer in self._states()) and not self._opened
+        self.length_B.sub_(count)
+        self.lengths = [length - count for length in self.lengths]
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -24,8 +24,12 @@ from nemotron_ultra.model.latent_moe import LatentMoE
 from nemotron_ultra.model.linear import Linear
 from nemotron_ultra.model.mtp import MTPHead
 from nemotron_ultra.model.norm import RMSNorm
+from nemotron_ultra.model.plan import through
 from nemotron_ultra.model.router import RouterStats, Routing
+from nemotron_ultra.ops.decode_kernels import few_rows, fits, library
 from nemotron_ultra.ops.segments import Segments
+
+FEW_ROWS = 64  # of the head: above, torch's product is as fast
 
 
 @dataclass
@@ -208,19 +212,26 @@ class HybridLM(nn.Module):
         """One more token of every live row of the cache -> hidden [B, D] after the final norm."""
         x_BD = F.embedding(tokens_B, self.backbone.embeddings.weight).to(self.compute_dtype)
         cache.open([1] * cache.size)
-        for layer, state in zip(self.backbone.layers, cache.layers, strict=True):
-            x_BD = layer.step(x_BD, state, cache)
+        x_BD = through(self.backbone.layers, x_BD, cache, 1, waits=False)
         cache.close()
         return self.backbone.norm_f(x_BD)
 
     @torch.no_grad()
     def extend(self, tokens_BK: Tensor, cache: Cache) -> Tensor:
         """K more tokens of every live row -> hidden [B, K, D]; then `cache.commit(keep_B)` must follow."""
-        x_BKD = F.embedding(tokens_BK, self.backbone.embeddings.weight).to(self.compute_dtype)
-        cache.open([tokens_BK.shape[1]] * cache.size)
-        for layer, state in zip(self.backbone.layers, cache.layers, strict=True):
-            x_BKD = layer.extend(x_BKD, state, cache)
-        return self.backbone.norm_f(x_BKD)
+        tokens_M, count = tokens_BK.flatten(), tokens_BK.shape[1]
+        x_MD = F.embedding(tokens_M, self.backbone.embeddings.weight).to(self.compute_dtype)
+        cache.open([count] * cache.size)
+        x_MD = through(self.backbone.layers, x_MD, cache, count, waits=True)
+        return self.backbone.norm_f(x_MD).unflatten(0, tokens_BK.shape)
+
+    @torch.no_grad()
+    def next_logits(self, hidden_BD: Tensor) -> Tensor:
+        """`apply_head` without gradients, fast for the few rows of a decode step."""
+        weight_VD = self.lm_head.weight
+        if len(hidden_BD) <= FEW_ROWS and fits(hidden_BD, weight_VD) and library() is not None:
+            return few_rows(hidden_BD, weight_VD)
+        return apply_head(hidden_BD, weight_VD)
 
     def new_cache(
         self, slots: int, capacity: int, ssm_format: str = "fp32", pattern: str | None = None

@@ -15,6 +15,7 @@ from nemotron_ultra.model.block import Block
 from nemotron_ultra.model.cache import Cache
 from nemotron_ultra.model.linear import Linear
 from nemotron_ultra.model.norm import RMSNorm
+from nemotron_ultra.model.plan import through
 from nemotron_ultra.model.router import Routing
 from nemotron_ultra.ops.segments import Segments
 
@@ -93,10 +94,9 @@ class MTPHead(nn.Module):
         """`prefill` of K more tokens of every live row, [B, K, D]; `cache.commit(keep_B)` must follow."""
         _, layers = self._module(depth)
         cache.open([hidden_BKD.shape[1]] * cache.size)
-        x_BKD = _joined(layers, hidden_BKD, embedded_BKD)
-        for layer, state in zip(layers, cache.layers, strict=True):
-            x_BKD = layer.extend(x_BKD, state, cache)
-        return layers[-1].final_layernorm(x_BKD)
+        x_MD = _joined(layers, hidden_BKD.flatten(0, 1), embedded_BKD.flatten(0, 1))
+        x_MD = through(layers, x_MD, cache, hidden_BKD.shape[1], waits=True)
+        return layers[-1].final_layernorm(x_MD).view(hidden_BKD.shape)
 
     def _module(self, depth: int) -> tuple[int, nn.ModuleList]:
         """The module that serves a depth, and the flat index of its first layer."""

@@ -1,0 +1,272 @@
+"""Which layers of a decode step run together in `ops/decode_kernels`, and where their tensors lie.
+
+A layer takes part if its weights and its state are float32 on a CPU and its products are the plain ones; a
+precision policy keeps its own products, layer by layer. Weights are read where they lie, so that new values
+need no new plan; weights that move, or other products, do (`is_still`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from nemotron_ultra.model.attention import Attention
+from nemotron_ultra.model.block import Block
+from nemotron_ultra.model.cache import Cache, KeyValues, MambaState, State
+from nemotron_ultra.model.latent_moe import LatentMoE
+from nemotron_ultra.model.linear import Linear, plain_product
+from nemotron_ultra.model.mamba2 import Mamba2Mixer, recycling_product
+from nemotron_ultra.model.mlp import MLP
+from nemotron_ultra.ops import decode_kernels as kernels
+from nemotron_ultra.ops.experts import routed_experts
+from nemotron_ultra.ops.ssm_store import PlainStore
+from nemotron_ultra.ops.step import SsdTokens
+
+PLAIN = (plain_product, recycling_product)
+PADDING = 64  # floats between the work memory of threads
+
+
+@dataclass
+class Entry:
+    """One layer: what the kernels are told, the tensors that they read, and floats of work memory."""
+
+    layer: kernels.Layer
+    tensors: list[Tensor]
+    wide: int
+    narrow: int = 0
+    hidden: int = 0
+    mixed: int = 0
+    scratch: Callable[[int], int] = lambda rows: 0
+
+
+class DecodePlan:
+    """The layers of a model as they are stepped with one cache.
+
+    segments: (first layer, one past the last, whether the kernels run them).
+    """
+
+    def __init__(self, layers: nn.ModuleList, cache: Cache):
+        self.layers, self.cache = list(layers), cache
+        self.entries = entries = [
+            _entry(block, state) for block, state in zip(layers, cache.layers, strict=True)
+        ]
+        self.segments: list[tuple[int, int, bool]] = []
+        for fast, group in groupby(range(len(entries)), lambda i: entries[i] is not None):
+            numbers = list(group)
+            self.segments.append((numbers[0], numbers[-1] + 1, fast))
+        fitting = [entry for entry in entries if entry is not None]
+        self.structs = (kernels.Layer * len(entries))(
+            *(kernels.Layer() if entry is None else entry.layer for entry in entries)
+        )
+        self.fitting = fitting
+        self.tensors = [t for entry in fitting for t in entry.tensors]
+        self.addresses = [t.data_ptr() for t in self.tensors]
+        self.width = layers[0].norm.weight.shape[0] if len(layers) else 0
+        self.memory: dict[tuple[int, int, int], tuple[kernels.Work, list[Tensor]]] = {}
+        self.kept: dict[tuple[int, int, int], list[Tensor]] = {}
+        self.pending = False
+
+    def is_still(self, layers: nn.ModuleList) -> bool:
+        """Whether these are its layers and all tensors lie where they lay."""
+        return layers[0] is self.layers[0] and [t.data_ptr() for t in self.tensors] == self.addresses
+
+    def run(self, x_MD: Tensor, tokens: int, first: int, last: int) -> None:
+        """Layers of a fast segment on x [B * tokens, D], contiguous, in place."""
+        work = self._work(len(x_MD), tokens)
+        work.x, work.length = x_MD.data_ptr(), self.cache.length_B.data_ptr()
+        kernels.run_layers(self.structs, first, last - first, work)
+
+    def pend(self, rows: int, tokens: int) -> None:
+        """Mamba layers keep what a commit needs and let their states be; tokens 0: their states move."""
+        if not tokens and not self.pending:
+            return
+        self.pending = bool(tokens)
+        for number, entry in enumerate(self.entries):
+            state, struct = self.cache.layers[number], self.structs[number]
+            if entry is None or not isinstance(state, MambaState):
+                continue
+            full, *rest = memory = self._pending_memory(number, rows, tokens) if tokens else (None,) * 4
+            struct.full, struct.u, struct.b, struct.log_decay = map(kernels.address, memory)
+            state.pending = (full, SsdTokens(*rest)) if tokens else None
+
+    def _pending_memory(self, number: int, rows: int, tokens: int) -> list[Tensor]:
+        """Window and tokens [B, T, C], and the tensors of SsdTokens."""
+        key, s = (number, rows, tokens), self.layers[number].mixer.sizes
+        if key not in self.kept:
+            window = self.cache.layers[number].window_BKC
+            shapes = [
+                (rows, window.shape[1] + tokens, s.channels),
+                (rows, tokens, s.heads, s.head_dim),
+                (rows, tokens, s.groups, s.state),
+                (rows, tokens, s.heads),
+            ]
+            self.kept[key] = [torch.empty(shape) for shape in shapes]
+        return self.kept[key]
+
+    def _work(self, rows: int, tokens: int) -> kernels.Work:
+        threads = torch.get_num_threads()
+        key = (rows, tokens, threads)
+        if key not in self.memory:
+            names = ("wide", "narrow", "hidden", "mixed")
+            most = [rows * max(getattr(entry, name) for entry in self.fitting) for name in names]
+            normed = rows * self.width
+            scratch = max(entry.scratch(rows) for entry in self.fitting) + PADDING
+            buffers = [torch.empty(max(1, n)) for n in (threads * normed, *most, threads * scratch)]
+            work = kernels.Work(batch=rows // tokens, tokens=tokens, width=self.width)
+            for name, buffer in zip(("normed", *names, "scratch"), buffers, strict=True):
+                setattr(work, name, buffer.data_ptr())
+            work.normed_size, work.scratch_size = normed, scratch
+            self.memory[key] = (work, buffers)
+        return self.memory[key][0]
+
+
+def through(layers: nn.ModuleList, x_MD: Tensor, cache: Cache, tokens: int, *, waits: bool) -> Tensor:
+    """x [B * tokens, D] of new tokens through all layers. waits: the state waits for `Cache.commit`."""
+    plan = _plan(layers, cache, len(x_MD))
+    if plan is None:
+        segments = [(0, len(layers), False)]
+    else:
+        segments = plan.segments
+        x_MD = x_MD.contiguous()
+        plan.pend(len(x_MD) // tokens, tokens if waits else 0)
+    for first, last, fast in segments:
+        if fast:
+            plan.run(x_MD, tokens, first, last)
+        else:
+            x_MD = _slow(layers[first:last], x_MD, cache, cache.layers[first:last], tokens if waits else 0)
+    return x_MD
+
+
+def _slow(
+    layers: nn.ModuleList, x_MD: Tensor, cache: Cache, states: list[State | None], tokens: int
+) -> Tensor:
+    x = x_MD.unflatten(0, (-1, tokens)) if tokens else x_MD
+    for layer, state in zip(layers, states, strict=True):
+        x = layer.extend(x, state, cache) if tokens else layer.step(x, state, cache)
+    return (x.flatten(0, 1) if tokens else x).contiguous()
+
+
+def _plan(layers: nn.ModuleList, cache: Cache, rows: int) -> DecodePlan | None:
+    """The plan of these layers with this cache, made when it is first needed and when tensors have moved."""
+    if (
+        not 0 < rows <= kernels.MOST_ROWS
+        or layers[0].norm.weight.device.type != "cpu"
+        or kernels.library() is None
+    ):
+        return None
+    if cache.plan is None or not cache.plan.is_still(layers):
+        cache.plan = DecodePlan(layers, cache)
+    return cache.plan
+
+
+def _entry(block: Block, state: State | None) -> Entry | None:
+    """None: the layer has to run by itself."""
+    makers = {Mamba2Mixer: _mamba, Attention: _attention, LatentMoE: _moe, MLP: _mlp}
+    maker = makers.get(type(block.mixer))
+    if maker is None or not all(m.product in PLAIN for m in block.modules() if isinstance(m, Linear)):
+        return None
+    entry = maker(block.mixer, state)
+    if entry is None or not kernels.fits(block.norm.weight, *entry.tensors):
+        return None
+    entry.tensors.append(block.norm.weight)
+    entry.layer.norm, entry.layer.eps = block.norm.weight.data_ptr(), block.norm.eps
+    return entry
+
+
+def _matrices(layer: kernels.Layer, *linears: nn.Module | None) -> list[Tensor]:
+    """Write the weights into `layer` -> all tensors."""
+    tensors: list[Tensor] = []
+    for place, linear in enumerate(linears):
+        if linear is None:
+            continue
+        layer.w[place], layer.outs[place] = linear.weight.data_ptr(), len(linear.weight)
+        bias = getattr(linear, "bias", None)
+        layer.bias[place] = kernels.address(bias)
+        tensors += [linear.weight] + ([] if bias is None else [bias])
+    return tensors
+
+
+def _mamba(mixer: Mamba2Mixer, state: MambaState) -> Entry | None:
+    if type(state.ssm) is not PlainStore:
+        return None
+    s, layer = mixer.sizes, kernels.Layer(kind=kernels.MAMBA)
+    tensors = _matrices(layer, mixer.in_proj, mixer.out_proj)
+    named = {
+        "conv": mixer.conv1d.weight,
+        "conv_bias": mixer.conv1d.bias,
+        "a_log": mixer.A_log,
+        "skip": mixer.D,
+        "dt_bias": mixer.dt_bias,
+        "gate_norm": mixer.norm.weight,
+        "window": state.window_BKC,
+        "state": state.ssm.state,
+    }
+    for name, tensor in named.items():
+        setattr(layer, name, kernels.address(tensor))
+    layer.dt_low, layer.dt_high = s.dt_limit
+    layer.heads, layer.head_dim, layer.groups, layer.columns = s.heads, s.head_dim, s.groups, s.state
+    layer.taps = mixer.conv1d.weight.shape[-1]
+    width = s.inner // s.groups
+    floats = 4 * width + 2 * s.state + s.state * width
+    return Entry(
+        layer,
+        tensors + [t for t in named.values() if t is not None],
+        wide=len(mixer.in_proj.weight),
+        narrow=s.inner,
+        scratch=lambda rows: floats,
+    )
+
+
+def _attention(mixer: Attention, state: KeyValues) -> Entry | None:
+    layer = kernels.Layer(kind=kernels.ATTENTION)
+    tensors = _matrices(layer, mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj)
+    layer.key, layer.value = state.key_BGSP.data_ptr(), state.value_BGSP.data_ptr()
+    layer.capacity, layer.groups, layer.head_dim = (
+        state.key_BGSP.shape[2],
+        state.key_BGSP.shape[1],
+        mixer.head_dim,
+    )
+    layer.heads = len(mixer.q_proj.weight) // mixer.head_dim
+    floats = layer.heads // layer.groups * layer.capacity
+    return Entry(
+        layer,
+        tensors + state.tensors(),
+        wide=sum(layer.outs[:3]),
+        narrow=layer.outs[0],
+        scratch=lambda rows: floats,
+    )
+
+
+def _moe(mixer: LatentMoE, state: None) -> Entry | None:
+    experts, gate = mixer.experts, mixer.gate
+    if experts.run is not routed_experts or gate.groups[1] < gate.groups[0]:
+        return None
+    shared, layer = mixer.shared_experts, kernels.Layer(kind=kernels.MOE)
+    up, down = (None, None) if shared is None else (shared.up_proj, shared.down_proj)
+    tensors = _matrices(layer, gate, mixer.fc1_latent_proj, mixer.fc2_latent_proj, up, down)
+    named = {
+        "expert_up": experts.up_proj,
+        "expert_down": experts.down_proj,
+        "correction": gate.e_score_correction_bias,
+    }
+    for name, tensor in named.items():
+        setattr(layer, name, tensor.data_ptr())
+    layer.experts, layer.expert_hidden, layer.expert_width = experts.up_proj.shape
+    layer.chosen, layer.normalise, layer.factor = gate.top_k, bool(gate.normalise), gate.factor
+    return Entry(
+        layer,
+        [*tensors, *named.values()],
+        wide=layer.experts + layer.outs[1] + layer.outs[3],
+        hidden=layer.chosen * layer.expert_hidden,
+        mixed=layer.expert_width,
+        scratch=lambda rows: 2 * rows * layer.chosen + layer.experts,
+    )
+
+
+def _mlp(mixer: MLP, state: None) -> Entry:
+    layer = kernels.Layer(kind=kernels.MLP)
+    return Entry(layer, _matrices(layer, mixer.up_proj, mixer.down_proj), wide=len(mixer.up_proj.weight))

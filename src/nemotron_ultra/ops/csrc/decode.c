@@ -1,0 +1,459 @@
+/* A few tokens of every row through consecutive layers, float32, weights read once where they lie.
+ *
+ * A call is one parallel region; threads meet at barriers between the phases of a layer, and each phase is
+ * divided by rows of a weight matrix, by (row, group) or by expert slices, so that no two threads write the
+ * same memory. The arithmetic is that of ops/step.py, ops/routing.py and ops/experts.py but for the order of
+ * sums. Structures have their twins in ops/decode_kernels.py.
+ *
+ * x [rows, D] is the residual stream, a row being token k of sequence b: row = b * tokens + k.
+ */
+#include <math.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define MOST_ROWS 256
+typedef float v8 __attribute__((vector_size(32)));
+typedef float v8u __attribute__((vector_size(32), aligned(4), may_alias));
+
+enum { MAMBA, ATTENTION, MOE, MLP };
+
+typedef struct {
+    int64_t kind;
+    const float *norm;
+    float eps;
+    /* Mamba: in_proj, out_proj. Attention: q, k, v, out. MoE: router, latent down, latent up, shared up,
+     * shared down. MLP: up, down. Absent matrices are NULL. */
+    const float *w[8], *bias[8];
+    int64_t outs[8];                       /* rows of each matrix */
+    const float *conv, *conv_bias, *a_log, *skip, *dt_bias, *gate_norm;
+    float dt_low, dt_high;
+    float *window, *state;                 /* [slots, K - 1, C], [slots, G, N, X] */
+    float *full, *u, *b, *log_decay;       /* what a commit needs, NULL where the state moves at once */
+    float *key, *value;                    /* [slots, G, capacity, P] */
+    int64_t capacity;
+    int64_t heads, head_dim, groups, columns, taps;
+    const float *expert_up, *expert_down, *correction;
+    int64_t experts, chosen, expert_hidden, expert_width, normalise;
+    float factor;
+} Layer;
+
+typedef struct {
+    float *x;
+    int64_t batch, tokens, width;
+    const int64_t *length;                 /* tokens that each sequence has seen, [batch] */
+    float *normed, *wide, *narrow, *hidden, *mixed, *scratch;
+    int64_t normed_size, scratch_size;     /* floats a thread */
+} Work;
+
+typedef struct {
+    int threads;
+    atomic_int waiting, round;
+} Team;
+
+static void meet(Team *team) {
+    if (team->threads == 1) return;
+    int round = atomic_load(&team->round);
+    if (atomic_fetch_add(&team->waiting, 1) == team->threads - 1) {
+        atomic_store(&team->waiting, 0);
+        atomic_store(&team->round, round + 1);
+        return;
+    }
+    for (int spin = 0; atomic_load(&team->round) == round; spin++) {
+        if (spin > 4000) sched_yield();
+#if defined(__x86_64__) || defined(__i386__)
+        else __builtin_ia32_pause();
+#endif
+    }
+}
+
+static inline void share(int64_t total, int64_t step, int me, int threads, int64_t *begin, int64_t *end) {
+    int64_t blocks = (total + step - 1) / step;
+    *begin = blocks * me / threads * step;
+    *end = blocks * (me + 1) / threads * step;
+    if (*end > total) *end = total;
+}
+
+/* exp to about one unit in the last place; NaN stays NaN. */
+static inline float exp1(float x) {
+    x = x > 88.0f ? 88.0f : x;
+    x = x < -87.0f ? -87.0f : x;
+    float n = __builtin_floorf(x * 1.44269504f + 0.5f);
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    union { int32_t i; float f; } two = {((int32_t)n + 127) << 23};
+    return p * two.f;
+}
+
+static inline float sigmoid1(float x) { return 1.0f / (1.0f + exp1(-x)); }
+
+static inline float sum8(v8 a) {
+    float s = 0;
+    for (int i = 0; i < 8; i++) s += a[i];
+    return s;
+}
+
+/* out[i][j] = x_i . w_j for M rows x and R rows w of length k. */
+#define TILE(M, R)                                                                                        \
+    static void tile_##M##_##R(const float *const *x, const float *w, int64_t k, float out[4][4]) {       \
+        v8 acc[M][R];                                                                                     \
+        for (int i = 0; i < M; i++)                                                                       \
+            for (int j = 0; j < R; j++) acc[i][j] = (v8){0};                                              \
+        int64_t p = 0;                                                                                    \
+        for (; p + 8 <= k; p += 8) {                                                                      \
+            v8 column[R];                                                                                 \
+            for (int j = 0; j < R; j++) column[j] = *(const v8u *)(w + j * k + p);                        \
+            for (int i = 0; i < M; i++) {                                                                 \
+                v8 row = *(const v8u *)(x[i] + p);                                                        \
+                for (int j = 0; j < R; j++) acc[i][j] += row * column[j];                                 \
+            }                                                                                             \
+        }                                                                                                 \
+        for (int i = 0; i < M; i++)                                                                       \
+            for (int j = 0; j < R; j++) {                                                                 \
+                float s = sum8(acc[i][j]);                                                                \
+                for (int64_t t = p; t < k; t++) s += x[i][t] * w[j * k + t];                              \
+                out[i][j] = s;                                                                            \
+            }                                                                                             \
+    }
+TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(1, 1) TILE(2, 1) TILE(3, 1)
+
+enum { STORE, RELU2, ADD, ADD_WEIGHED };
+
+static inline void put(float *y, float value, int mode, float weight) {
+    if (mode == STORE) *y = value;
+    else if (mode == RELU2) { float r = value > 0 ? value : (value != value ? value : 0); *y = r * r; }
+    else if (mode == ADD) *y += value;
+    else *y += weight * value;
+}
+
+/* y_i[n] (mode) x_i . w_n + bias_n for n in begin..end-1. */
+static void product(const float *const *x, float *const *y, const float *weight, int64_t rows, const float *w,
+                    const float *bias, int64_t k, int64_t begin, int64_t end, int mode) {
+    float out[4][4];
+    for (int64_t n = begin; n < end;) {
+        int r = end - n >= 4 ? 4 : 1;
+        const float *columns = w + n * k;
+        for (int64_t i = 0; i < rows; i += 3) {
+            int m = rows - i >= 3 ? 3 : (int)(rows - i);
+            if (r == 4) {
+                if (m == 3) tile_3_4(x + i, columns, k, out);
+                else if (m == 2) tile_2_4(x + i, columns, k, out);
+                else tile_1_4(x + i, columns, k, out);
+            } else {
+                if (m == 3) tile_3_1(x + i, columns, k, out);
+                else if (m == 2) tile_2_1(x + i, columns, k, out);
+                else tile_1_1(x + i, columns, k, out);
+            }
+            for (int a = 0; a < m; a++)
+                for (int j = 0; j < r; j++)
+                    put(&y[i + a][n + j], out[a][j] + (bias ? bias[n + j] : 0), mode,
+                        weight ? weight[i + a] : 1);
+        }
+        n += r;
+    }
+}
+
+static void dense(const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, const float *w,
+                  const float *bias, int64_t k, int64_t begin, int64_t end, int mode) {
+    const float *in[MOST_ROWS];
+    float *out[MOST_ROWS];
+    for (int64_t i = 0; i < rows; i++) in[i] = x + i * ldx, out[i] = y + i * ldy;
+    product(in, out, NULL, rows, w, bias, k, begin, end, mode);
+}
+
+static void rms(const float *x, const float *weight, float eps, int64_t rows, int64_t width, float *out) {
+    for (int64_t i = 0; i < rows; i++, x += width, out += width) {
+        float s = 0;
+        for (int64_t d = 0; d < width; d++) s += x[d] * x[d];
+        s = 1.0f / sqrtf(s / width + eps);
+        for (int64_t d = 0; d < width; d++) out[d] = x[d] * s * weight[d];
+    }
+}
+
+/* One (sequence, group): convolution, scan and gated norm of all its tokens. */
+static void mamba_group(const Layer *a, const Work *k, int64_t b, int64_t g, float *scratch) {
+    int64_t inner = a->heads * a->head_dim, X = inner / a->groups, N = a->columns, before = a->taps - 1;
+    int64_t channels = inner + 2 * a->groups * N, W = a->outs[0], per = a->heads / a->groups;
+    int64_t first[3] = {g * X, inner + g * N, inner + a->groups * N + g * N}, many[3] = {X, N, N};
+    float *window = a->window + b * before * channels;
+    float *home = a->state + (b * a->groups + g) * N * X, *state = home;
+    float *conv = scratch, *decay = conv + X + 2 * N, *u = decay + X, *y = u + X;
+    if (a->full) {
+        state = y + X;
+        memcpy(state, home, N * X * sizeof(float));
+    }
+    float log_decay[MOST_ROWS];
+    memset(log_decay, 0, sizeof log_decay);
+    for (int64_t t = 0; t < k->tokens; t++) {
+        const float *zx = k->wide + (b * k->tokens + t) * W, *in = zx + inner, *dt = in + channels;
+        for (int s = 0, at = 0; s < 3; at += many[s], s++)
+            for (int64_t c = 0; c < many[s]; c++) {
+                int64_t channel = first[s] + c;
+                const float *tap = a->conv + channel * a->taps;
+                float v = (a->conv_bias ? a->conv_bias[channel] : 0) + in[channel] * tap[before];
+                for (int64_t j = 0; j < before; j++) {
+                    int64_t from = t + j; /* in window and tokens laid end to end */
+                    float old = from < before ? window[from * channels + channel]
+                                              : (zx + (from - before - t) * W + inner)[channel];
+                    v += old * tap[j];
+                }
+                conv[at + c] = v * sigmoid1(v);
+            }
+        const float *B = conv + X, *C = B + N;
+        for (int64_t h = 0; h < per; h++) {
+            int64_t head = g * per + h;
+            float d = dt[head] + a->dt_bias[head];
+            d = d > 20.0f ? d : log1pf(exp1(d));
+            d = d < a->dt_low ? a->dt_low : d > a->dt_high ? a->dt_high : d;
+            float step = d * -expf(a->a_log[head]), e = expf(step);
+            log_decay[h] += step;
+            for (int64_t p = h * a->head_dim; p < (h + 1) * a->head_dim; p++)
+                decay[p] = e, u[p] = conv[p] * d, y[p] = conv[p] * a->skip[head];
+            if (a->full) a->log_decay[(b * k->tokens + t) * a->heads + head] = log_decay[h];
+        }
+        int64_t n = 0;
+        for (; n + 4 <= N; n += 4) {
+            float *s = state + n * X, *s1 = s + X, *s2 = s1 + X, *s3 = s2 + X;
+            float b0 = B[n], b1 = B[n + 1], b2 = B[n + 2], b3 = B[n + 3];
+            float c0 = C[n], c1 = C[n + 1], c2 = C[n + 2], c3 = C[n + 3];
+#pragma GCC ivdep
+            for (int64_t p = 0; p < X; p++) {
+                float e = decay[p], v = u[p];
+                float q0 = s[p] * e + b0 * v, q1 = s1[p] * e + b1 * v;
+                float q2 = s2[p] * e + b2 * v, q3 = s3[p] * e + b3 * v;
+                s[p] = q0, s1[p] = q1, s2[p] = q2, s3[p] = q3;
+                y[p] += c0 * q0 + c1 * q1 + c2 * q2 + c3 * q3;
+            }
+        }
+        for (; n < N; n++)
+            for (int64_t p = 0; p < X; p++) {
+                float q = state[n * X + p] * decay[p] + B[n] * u[p];
+                state[n * X + p] = q;
+                y[p] += C[n] * q;
+            }
+        float square = 0, *out = k->narrow + (b * k->tokens + t) * inner + g * X;
+        for (int64_t p = 0; p < X; p++) {
+            float z = zx[g * X + p];
+            y[p] *= z * sigmoid1(z);
+            square += y[p] * y[p];
+        }
+        square = 1.0f / sqrtf(square / X + a->eps);
+        for (int64_t p = 0; p < X; p++) out[p] = y[p] * square * a->gate_norm[g * X + p];
+        if (a->full) {
+            memcpy(a->u + (b * k->tokens + t) * inner + g * X, u, X * sizeof(float));
+            memcpy(a->b + ((b * k->tokens + t) * a->groups + g) * N, B, N * sizeof(float));
+        }
+    }
+    int64_t total = before + k->tokens;
+    for (int s = 0; s < 3; s++) {
+        if (a->full) {
+            float *full = a->full + b * total * channels;
+            for (int64_t t = 0; t < total; t++) {
+                const float *in = k->wide + (b * k->tokens + t - before) * W + inner;
+                memcpy(full + t * channels + first[s], (t < before ? window + t * channels : in) + first[s],
+                       many[s] * sizeof(float));
+            }
+            continue;
+        }
+        for (int64_t j = 0; j < before; j++) { /* one token: the window moves on by it */
+            const float *in = k->wide + b * W + inner;
+            memcpy(window + j * channels + first[s],
+                   (j + 1 < before ? window + (j + 1) * channels : in) + first[s], many[s] * sizeof(float));
+        }
+    }
+}
+
+static void mamba(const Layer *a, const Work *k, Team *team, int me, float *normed, float *scratch) {
+    int64_t rows = k->batch * k->tokens, inner = a->heads * a->head_dim, W = a->outs[0], begin, end;
+    rms(k->x, a->norm, a->eps, rows, k->width, normed);
+    share(W, 4, me, team->threads, &begin, &end);
+    dense(normed, k->width, k->wide, W, rows, a->w[0], a->bias[0], k->width, begin, end, STORE);
+    meet(team);
+    share(k->batch * a->groups, 1, me, team->threads, &begin, &end);
+    for (int64_t i = begin; i < end; i++) mamba_group(a, k, i / a->groups, i % a->groups, scratch);
+    meet(team);
+    share(k->width, 4, me, team->threads, &begin, &end);
+    dense(k->narrow, inner, k->x, k->width, rows, a->w[1], a->bias[1], inner, begin, end, ADD);
+    meet(team);
+}
+
+/* One (sequence, group): new keys and values go to their places, then each token attends to all up to it. */
+static void attend(const Layer *a, const Work *k, int64_t b, int64_t g, float *scratch) {
+    int64_t P = a->head_dim, per = a->heads / a->groups, queries = a->heads * P, keys = a->groups * P;
+    int64_t W = queries + 2 * keys, seen = k->length[b];
+    float *key = a->key + (b * a->groups + g) * a->capacity * P;
+    float *value = a->value + (b * a->groups + g) * a->capacity * P;
+    for (int64_t t = 0; t < k->tokens; t++) {
+        const float *qkv = k->wide + (b * k->tokens + t) * W;
+        memcpy(key + (seen + t) * P, qkv + queries + g * P, P * sizeof(float));
+        memcpy(value + (seen + t) * P, qkv + queries + keys + g * P, P * sizeof(float));
+    }
+    float scale = 1.0f / sqrtf((float)P);
+    for (int64_t t = 0; t < k->tokens; t++) {
+        int64_t row = b * k->tokens + t, length = seen + t + 1;
+        dense(k->wide + row * W + g * per * P, P, scratch, a->capacity, per, key, NULL, P, 0, length, STORE);
+        for (int64_t h = 0; h < per; h++) {
+            float *score = scratch + h * a->capacity, most = -INFINITY, total = 0;
+            float *out = k->narrow + row * queries + (g * per + h) * P;
+            for (int64_t s = 0; s < length; s++) most = score[s] > most ? score[s] : most;
+            for (int64_t s = 0; s < length; s++) {
+                score[s] = exp1((score[s] - most) * scale);
+                total += score[s];
+            }
+            for (int64_t p = 0; p < P; p++) out[p] = 0;
+            for (int64_t s = 0; s < length; s++)
+                for (int64_t p = 0; p < P; p++) out[p] += score[s] * value[s * P + p];
+            for (int64_t p = 0; p < P; p++) out[p] /= total;
+        }
+    }
+}
+
+static void attention(const Layer *a, const Work *k, Team *team, int me, float *normed, float *scratch) {
+    int64_t rows = k->batch * k->tokens, W = a->outs[0] + a->outs[1] + a->outs[2], at = 0, begin, end;
+    rms(k->x, a->norm, a->eps, rows, k->width, normed);
+    for (int m = 0; m < 3; at += a->outs[m], m++) {
+        share(a->outs[m], 4, me, team->threads, &begin, &end);
+        dense(normed, k->width, k->wide + at, W, rows, a->w[m], a->bias[m], k->width, begin, end, STORE);
+    }
+    meet(team);
+    share(k->batch * a->groups, 1, me, team->threads, &begin, &end);
+    for (int64_t i = begin; i < end; i++) attend(a, k, i / a->groups, i % a->groups, scratch);
+    meet(team);
+    share(k->width, 4, me, team->threads, &begin, &end);
+    dense(k->narrow, a->outs[0], k->x, k->width, rows, a->w[3], a->bias[3], a->outs[0], begin, end, ADD);
+    meet(team);
+}
+
+/* The experts of one token: scores in place of gate, the chosen ones and their weights. */
+static void route(const Layer *a, float *gate, int32_t *expert, float *weight) {
+    float total = 0;
+    for (int64_t e = 0; e < a->experts; e++) gate[e] = sigmoid1(gate[e]);
+    for (int64_t c = 0; c < a->chosen; c++) {
+        int64_t best = -1;
+        float most = 0;
+        for (int64_t e = 0; e < a->experts; e++) {
+            float choice = gate[e] + a->correction[e];
+            int taken = 0;
+            if (best >= 0 && !(choice > most)) continue;
+            for (int64_t d = 0; d < c; d++) taken |= expert[d] == e;
+            if (!taken) best = e, most = choice;
+        }
+        expert[c] = (int32_t)best;
+        weight[c] = gate[best];
+        total += weight[c];
+    }
+    for (int64_t c = 0; c < a->chosen; c++)
+        weight[c] = (a->normalise ? weight[c] / (total + 1e-20f) : weight[c]) * a->factor;
+}
+
+static void moe(const Layer *a, const Work *k, Team *team, int me, float *normed, float *scratch) {
+    int64_t rows = k->batch * k->tokens, E = a->experts, F = a->expert_hidden, L = a->expert_width;
+    int64_t S = a->outs[3], W = E + a->outs[1] + S, K = a->chosen, D = k->width, begin, end, at = 0;
+    rms(k->x, a->norm, a->eps, rows, D, normed);
+    for (int m = 0; m < 4; m += m == 1 ? 2 : 1) { /* router, latent down, shared up */
+        if (!a->w[m]) continue;
+        share(a->outs[m], 4, me, team->threads, &begin, &end);
+        dense(normed, D, k->wide + at, W, rows, a->w[m], a->bias[m], D, begin, end, m == 3 ? RELU2 : STORE);
+        at += a->outs[m];
+    }
+    meet(team);
+    /* every thread routes for itself, all experts then by a slice of their rows */
+    int32_t *expert = (int32_t *)scratch;
+    float *weight = scratch + rows * K, *gate = weight + rows * K;
+    for (int64_t i = 0; i < rows; i++) {
+        memcpy(gate, k->wide + i * W, E * sizeof(float));
+        route(a, gate, expert + i * K, weight + i * K);
+    }
+    const float *in[MOST_ROWS];
+    float *out[MOST_ROWS], each[MOST_ROWS];
+    for (int down = 0; down < 2; down++) {
+        share(down ? L : F, 4, me, team->threads, &begin, &end);
+        if (down)
+            for (int64_t i = 0; i < rows; i++) memset(k->mixed + i * L + begin, 0, (end - begin) * sizeof(float));
+        for (int64_t e = 0; e < E; e++) {
+            int64_t count = 0;
+            for (int64_t i = 0; i < rows; i++)
+                for (int64_t c = 0; c < K; c++) {
+                    if (expert[i * K + c] != e) continue;
+                    float *h = k->hidden + (i * K + c) * F;
+                    const float *x = a->w[1] ? k->wide + i * W + E : normed + i * D;
+                    in[count] = down ? h : x;
+                    out[count] = down ? k->mixed + i * L : h;
+                    each[count++] = weight[i * K + c];
+                }
+            if (count && down)
+                product(in, out, each, count, a->expert_down + e * L * F, NULL, F, begin, end, ADD_WEIGHED);
+            else if (count)
+                product(in, out, NULL, count, a->expert_up + e * F * L, NULL, L, begin, end, RELU2);
+        }
+        meet(team);
+    }
+    share(D, 4, me, team->threads, &begin, &end);
+    if (a->w[2]) dense(k->mixed, L, k->x, D, rows, a->w[2], a->bias[2], L, begin, end, ADD);
+    else
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t d = begin; d < end; d++) k->x[i * D + d] += k->mixed[i * L + d];
+    if (a->w[4]) dense(k->wide + W - S, W, k->x, D, rows, a->w[4], a->bias[4], S, begin, end, ADD);
+    meet(team);
+}
+
+static void mlp(const Layer *a, const Work *k, Team *team, int me, float *normed) {
+    int64_t rows = k->batch * k->tokens, S = a->outs[0], begin, end;
+    rms(k->x, a->norm, a->eps, rows, k->width, normed);
+    share(S, 4, me, team->threads, &begin, &end);
+    dense(normed, k->width, k->wide, S, rows, a->w[0], a->bias[0], k->width, begin, end, RELU2);
+    meet(team);
+    share(k->width, 4, me, team->threads, &begin, &end);
+    dense(k->wide, S, k->x, k->width, rows, a->w[1], a->bias[1], S, begin, end, ADD);
+    meet(team);
+}
+
+static void work(const Layer *layers, int64_t count, const Work *k, Team *team, int me) {
+    float *normed = k->normed + me * k->normed_size, *scratch = k->scratch + me * k->scratch_size;
+    for (const Layer *a = layers; a < layers + count; a++) {
+        if (a->kind == MAMBA) mamba(a, k, team, me, normed, scratch);
+        else if (a->kind == ATTENTION) attention(a, k, team, me, normed, scratch);
+        else if (a->kind == MOE) moe(a, k, team, me, normed, scratch);
+        else mlp(a, k, team, me, normed);
+    }
+}
+
+void run_layers(const Layer *layers, int64_t count, const Work *k, int64_t threads) {
+    Team team = {1};
+#ifdef _OPENMP
+#pragma omp parallel num_threads((int)threads)
+    {
+#pragma omp single
+        team.threads = omp_get_num_threads();
+        work(layers, count, k, &team, omp_get_thread_num());
+    }
+#else
+    work(layers, count, k, &team, 0);
+#endif
+}
+
+/* y [rows, outs] = x [rows, k] w^T, for the head. */
+void few_rows(const float *x, float *y, int64_t rows, const float *w, int64_t k, int64_t outs, int64_t threads) {
+#ifdef _OPENMP
+#pragma omp parallel num_threads((int)threads)
+#endif
+    {
+        int me = 0, all = 1;
+#ifdef _OPENMP
+        me = omp_get_thread_num(), all = omp_get_num_threads();
+#endif
+        int64_t begin, end;
+        share(outs, 4, me, all, &begin, &end);
+        dense(x, k, y, outs, rows, w, NULL, k, begin, end, STORE);
+    }
+}

@@ -1,0 +1,166 @@
+"""`csrc/decode.c`, compiled for this machine when first used: several layers in one call, float32, on a CPU.
+
+The library is kept in the user's cache folder under a name made of source, flags, compiler and processor.
+Without a C compiler, or with NEMOTRON_ULTRA_DECODE=torch, decoding uses the functions of `step.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from ctypes import c_float, c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).parent / "csrc" / "decode.c"
+SWITCH = "NEMOTRON_ULTRA_DECODE"
+MOST_ROWS = 256  # rows of one call, as in the source
+FLAGS = (
+    *("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno"),
+    *("-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros", "-freciprocal-math"),
+)
+MAMBA, ATTENTION, MOE, MLP = range(4)
+MATRICES = 8
+
+
+class Layer(ctypes.Structure):
+    """Twin of `Layer` in the source, which says what each field means. Pointers of absent tensors are 0."""
+
+    _fields_ = [
+        ("kind", c_int64),
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("w", c_void_p * MATRICES),
+        ("bias", c_void_p * MATRICES),
+        ("outs", c_int64 * MATRICES),
+        *((name, c_void_p) for name in ("conv", "conv_bias", "a_log", "skip", "dt_bias", "gate_norm")),
+        ("dt_low", c_float),
+        ("dt_high", c_float),
+        *((name, c_void_p) for name in ("window", "state", "full", "u", "b", "log_decay", "key", "value")),
+        *((name, c_int64) for name in ("capacity", "heads", "head_dim", "groups", "columns", "taps")),
+        *((name, c_void_p) for name in ("expert_up", "expert_down", "correction")),
+        *((name, c_int64) for name in ("experts", "chosen", "expert_hidden", "expert_width", "normalise")),
+        ("factor", c_float),
+    ]
+
+
+class Work(ctypes.Structure):
+    """Twin of `Work` in the source."""
+
+    _fields_ = [
+        ("x", c_void_p),
+        *((name, c_int64) for name in ("batch", "tokens", "width")),
+        ("length", c_void_p),
+        *((name, c_void_p) for name in ("normed", "wide", "narrow", "hidden", "mixed", "scratch")),
+        *((name, c_int64) for name in ("normed_size", "scratch_size")),
+    ]
+
+
+def compiler() -> str | None:
+    """Path of the C compiler that would be used."""
+    names = (os.environ.get("CC", ""), "cc", "gcc", "clang")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+@lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """The compiled kernels; None: there is no compiler, it fails (with a warning), or SWITCH says so."""
+    command = compiler()
+    if os.environ.get(SWITCH) == "torch" or command is None:
+        return None
+    try:
+        return _loaded(command)
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        warnings.warn(f"decoding uses torch: {SOURCE.name} did not compile: {detail}", stacklevel=2)
+        return None
+
+
+def run_layers(layers: ctypes.Array[Layer], first: int, count: int, work: Work) -> None:
+    """Layers first .. first + count - 1 of an array, on the rows that `work` describes."""
+    start = ctypes.addressof(layers) + first * ctypes.sizeof(Layer)
+    library().run_layers(start, count, ctypes.addressof(work), torch.get_num_threads())
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def few_rows(x_BD: Tensor, weight_VD: Tensor) -> Tensor:
+    """x W^T [B, V] for contiguous float32 tensors on a CPU and at most MOST_ROWS rows."""
+    y_BV = torch.empty(len(x_BD), len(weight_VD), dtype=x_BD.dtype)
+    sizes = (len(x_BD), weight_VD.data_ptr(), weight_VD.shape[1], len(weight_VD), torch.get_num_threads())
+    library().few_rows(x_BD.data_ptr(), y_BV.data_ptr(), *sizes)
+    return y_BV
+
+
+def fits(*tensors: Tensor | None) -> bool:
+    """Whether the kernels can read these tensors where they are."""
+    return all(
+        t is None or (t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous())
+        for t in tensors
+    )
+
+
+def _loaded(command: str) -> ctypes.CDLL:
+    path = _cache_folder() / f"decode-{_key(command)}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            made = Path(scratch) / "decode.so"
+            _compile(command, made)
+            os.replace(made, path)
+    found = ctypes.CDLL(str(path))
+    found.run_layers.argtypes = [c_void_p, c_int64, c_void_p, c_int64]
+    found.few_rows.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64]
+    found.run_layers.restype = found.few_rows.restype = None
+    return found
+
+
+def _compile(command: str, made: Path) -> None:
+    """With threads where the compiler has OpenMP, else for one thread."""
+    base = [command, *FLAGS, str(SOURCE), "-o", str(made)]
+    first = subprocess.run([*base, "-fopenmp", "-lm"], capture_output=True, text=True, timeout=120)
+    if first.returncode:
+        subprocess.run([*base, "-lm"], capture_output=True, text=True, timeout=120, check=True)
+
+
+def _key(command: str) -> str:
+    parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), _version(command), _processor())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
+
+
+def _version(command: str) -> bytes:
+    return subprocess.run([command, "--version"], capture_output=True, timeout=60, check=True).stdout
+
+
+def _processor() -> bytes:
+    """What -march=native depends on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    features = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return f"{platform.machine()} {platform.processor()} {features}".encode()
+
+
+def _cache_folder() -> Path:
+    """Made if it can be; else a folder of this user among the temporary files."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    for folder in (
+        Path(base) / "nemotron_ultra",
+        Path(tempfile.gettempdir()) / f"nemotron_ultra-{os.getuid()}",
+    ):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+            return folder
+    raise OSError("no folder for compiled code can be written")
