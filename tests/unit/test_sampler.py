@@ -223,7 +223,7 @@ def test_no_prompts_no_completions():
         ({"max_new_tokens": 0}, ConfigError, r"max_new_tokens.*got 0.*1 or more"),
         ({"temperature": -0.5}, ConfigError, r"temperature.*got -0.5"),
         ({"temperature": math.nan}, ConfigError, r"temperature.*got nan"),
-        ({"draft_tokens": 2}, ConfigError, r"draft_tokens.*got 2.*allowed: 0"),
+        ({"draft_tokens": -2}, ConfigError, r"draft_tokens.*got -2.*0 \(no drafts\) or more"),
         ({"stop_ids": [64]}, ConfigError, r"stop_ids.*got 64.*0 to 63"),
         ({"seeds": [1, 2]}, ConfigError, r"seeds.*got 2.*1, one per prompt"),
         ({"max_slots": 0}, ConfigError, r"max_slots.*got 0"),

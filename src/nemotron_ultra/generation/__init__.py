@@ -3,5 +3,6 @@
 from nemotron_ultra.generation.base import Completion, Event, Request
 from nemotron_ultra.generation.sampler import Sampler, generate
 from nemotron_ultra.generation.scheduler import Scheduler
+from nemotron_ultra.generation.speculative import Drafting
 
-__all__ = ["Completion", "Event", "Request", "Sampler", "Scheduler", "generate"]
+__all__ = ["Completion", "Drafting", "Event", "Request", "Sampler", "Scheduler", "generate"]

@@ -17,6 +17,7 @@ from nemotron_ultra.errors import CheckpointError, ConfigError
 from nemotron_ultra.generation.base import Completion, Extras, Request
 from nemotron_ultra.generation.request import check_options, check_prompt, check_request, check_stops
 from nemotron_ultra.generation.scheduler import Scheduler
+from nemotron_ultra.generation.speculative import Drafting, draft_metrics
 from nemotron_ultra.model.hybrid import HybridLM
 
 
@@ -25,7 +26,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     temperature: float = 0.0,
-    draft_tokens: int = 0,
+    draft_tokens: int | Drafting = 0,
     stop_ids: Sequence[int] = (),
     seed: int = 0,
     max_slots: int = 256,
@@ -37,16 +38,15 @@ def generate(
     """One completion per prompt, in order, from the model as it is; the likeliest tokens by default.
 
     `seeds` has one number per request; without it request i of the list gets a number of its own from `seed`.
+    draft_tokens: tokens that the MTP module drafts in a round, or a `Drafting`; the result is the same.
     `vocab_size` bounds the ids drawn, as in `Sampler`; top_p, top_k, min_p and stop_texts as in `Request`.
     Raises ConfigError and DataError before any work.
     """
-    if draft_tokens:
-        raise ConfigError(
-            "draft_tokens: this version drafts no tokens", got=draft_tokens, allowed=0, do="leave it out"
-        )
     if seeds is None:
         seeds = [seed * 1_000_003 + number for number in range(len(prompts))]
-    sampler = Sampler(model, max_slots=max_slots, vocab_size=vocab_size, decode=decode)
+    sampler = Sampler(
+        model, max_slots=max_slots, vocab_size=vocab_size, decode=decode, draft_tokens=draft_tokens
+    )
     return sampler.generate(
         prompts,
         max_new_tokens=max_new_tokens,
@@ -63,7 +63,7 @@ class Sampler:
     Only ids below `vocab_size` (default: all rows of the head) are drawn, and log-probabilities are of the
     distribution over those. A learner's are over all rows: where a tokenizer has fewer ids than the head has
     rows the two differ by the log of the mass on the unused rows. `decode` (ids -> text) is needed for stop
-    texts alone. `stats` describes the latest `generate`.
+    texts alone. `draft_tokens`: as in `generate`. `stats` describes the latest `generate`.
     """
 
     prefill_chunk = 8192  # tokens; nobody waits for single answers here
@@ -75,6 +75,7 @@ class Sampler:
         max_slots: int = 256,
         vocab_size: int | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
+        draft_tokens: int | Drafting = 0,
     ):
         rows = model.config.vocab_size
         if max_slots < 1:
@@ -82,6 +83,7 @@ class Sampler:
         if vocab_size is not None and not 1 <= vocab_size <= rows:
             raise ConfigError("vocab_size: not ids of the model", got=vocab_size, allowed=f"1 to {rows}")
         self.model, self.max_slots, self.decode = model, max_slots, decode
+        self.make_decoder = Drafting.of(draft_tokens).decoder(model)
         self.vocab_size = rows if vocab_size is None else vocab_size
         self.version = 0
         self.stats: dict[str, float] = {}
@@ -159,6 +161,7 @@ class Sampler:
             prefill_chunk=self.prefill_chunk,
             vocab_size=self.vocab_size,
             decode=self.decode,
+            make_decoder=self.make_decoder,
             version=self.version,
         )
         places = {scheduler.submit(request): place for place, request in enumerate(requests)}
@@ -167,5 +170,5 @@ class Sampler:
             for event in scheduler.step():
                 if event.completion is not None:
                     completions[places[event.id]] = event.completion
-        self.stats = dict(scheduler.stats)
+        self.stats = scheduler.stats | draft_metrics(scheduler.stats)
         return completions

@@ -1,0 +1,141 @@
+"""How many tokens to draft: k that gives the most tokens a second, E(k) / T(rows, k), both as measured.
+
+E(k) = 1 + sum_{j<=k} prod_{i<=j} r_i, r_i the share of drafts i that stayed after drafts 1..i-1 had. T is
+the median of the latest rounds of (rows, k), and where there are too few of them a plane through the others.
+Drafts must promise GAIN more than none, so that noise costs little: many rows fill the machine without them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from statistics import median
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from torch import nn
+
+GAIN = 1.03
+ENOUGH = 2  # rounds of a pair (rows, k) that make its median
+LATEST = 9
+PRIOR_RATE, PRIOR_DRAFTS = 0.6, 4.0
+MEMORY = 0.99  # weight of a round's acceptance after the next one
+LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7)
+TRY_PLAIN, TRY_DRAFTS = 48, 256  # rounds after which the other way is measured anew
+
+
+class DraftLength(Protocol):
+    most: int
+
+    def choose(self, rows: int) -> int:
+        """Drafts of the next round, at most `most`."""
+        ...
+
+    def note(self, rows: int, count: int, seconds: float, tried: list[int], kept: list[int]) -> None:
+        """What a round took, and of its drafts 1..count how many were verified and stayed."""
+
+
+class FixedLength:
+    def __init__(self, most: int):
+        self.most = most
+
+    def choose(self, rows: int) -> int:
+        return self.most
+
+    def note(self, rows: int, count: int, seconds: float, tried: list[int], kept: list[int]) -> None:
+        """Nothing to learn."""
+
+
+class Costs:
+    """Seconds of a round by (rows, drafts)."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=LATEST))
+        self._plane: np.ndarray | None = None
+
+    def note(self, rows: int, count: int, seconds: float) -> None:
+        self.seconds[_class(rows), count].append(seconds)
+        self._plane = None
+
+    def rounds(self, rows: int, count: int) -> int:
+        return len(self.seconds.get((_class(rows), count), ()))
+
+    def of(self, rows: int, count: int) -> float | None:
+        """None where nothing like it was measured."""
+        own = self.seconds.get((_class(rows), count), ())
+        if len(own) >= ENOUGH or (own and not count):
+            return median(own)
+        if not count:
+            return None
+        if self._plane is None:
+            self._plane = self._fit()
+        guess = None if self._plane is None else float(_features(rows, count) @ self._plane)
+        return guess if guess is None or guess > 0 else None
+
+    def _fit(self) -> np.ndarray | None:
+        """Least squares of relative errors, over pairs with drafts."""
+        known = [(key, median(seconds)) for key, seconds in self.seconds.items() if key[1]]
+        if not known:
+            return None
+        weighed = np.stack([_features(*key) / seconds for key, seconds in known])
+        ridge = 0.02 * np.diag(_features(8, 3) / median(seconds for _, seconds in known))
+        target = np.concatenate([np.ones(len(known)), np.full(len(ridge), 0.02 / len(ridge))])
+        return np.linalg.lstsq(np.concatenate([weighed, ridge]), target, rcond=None)[0]
+
+
+class AdaptiveLength:
+    """The measured choice; one object serves all generation with a model, so that nothing is learnt twice."""
+
+    def __init__(self, most: int):
+        self.most, self.costs, self.rounds = most, Costs(), 0
+        self.tried, self.kept = np.zeros(most), np.zeros(most)
+
+    def rates(self) -> list[float]:
+        """r_1..r_most; a place that is hardly measured is like the one before it."""
+        rates, before = [], PRIOR_RATE
+        for tried, kept in zip(self.tried, self.kept, strict=True):
+            before = (kept + before * PRIOR_DRAFTS) / (tried + PRIOR_DRAFTS)
+            rates.append(before)
+        return rates
+
+    def speed(self, rows: int, count: int) -> float | None:
+        """Tokens a second of a row."""
+        seconds = self.costs.of(rows, count)
+        return None if seconds is None else (1 + sum(np.cumprod(self.rates()[:count]))) / seconds
+
+    def choose(self, rows: int) -> int:
+        self.rounds += 1
+        plain = self.speed(rows, 0)
+        if not self.most or plain is None:
+            return 0
+        speeds = {k: s for k in LENGTHS if 0 < k <= self.most and (s := self.speed(rows, k)) is not None}
+        if not speeds:
+            return min(self.most, 3 if rows <= 8 else 1)
+        best = max(speeds, key=speeds.get)
+        drafts = speeds[best] > GAIN * plain
+        if self.rounds % (TRY_PLAIN if drafts else TRY_DRAFTS) == 0 and speeds[best] > 0.8 * plain:
+            return 0 if drafts else best
+        return best if drafts else 0
+
+    def note(self, rows: int, count: int, seconds: float, tried: list[int], kept: list[int]) -> None:
+        self.costs.note(rows, count, seconds)
+        if count:
+            self.tried[:count] = self.tried[:count] * MEMORY + tried
+            self.kept[:count] = self.kept[:count] * MEMORY + kept
+
+
+_known: WeakKeyDictionary[nn.Module, dict[int, AdaptiveLength]] = WeakKeyDictionary()
+
+
+def adaptive_length(model: nn.Module, most: int) -> AdaptiveLength:
+    """What is known of this model so far."""
+    return _known.setdefault(model, {}).setdefault(most, AdaptiveLength(most))
+
+
+def _class(rows: int) -> int:
+    """1, 2, 3, 4, 6, 8, 11, 16, ...: rows whose rounds take about as long."""
+    return rows if rows <= 4 else round(2 ** (round(2 * np.log2(rows)) / 2))
+
+
+def _features(rows: int, count: int) -> np.ndarray:
+    return np.array([1.0, rows, count, rows * count])

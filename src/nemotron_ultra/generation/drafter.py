@@ -1,0 +1,153 @@
+"""d_j = argmax head(g_j), g_j = MTP(e(d_{j-1}), g_{j-1}), g_0 = h of the last seen token (report 2.1, 3.6.1).
+
+The module is trained as depth j over keys of depth j. Here all depths share one cache, of depth 1: entry i is
+made of h_i and token i + 1, and drafts add entries of their own until they are taken back. The pairs (h, next
+token) that the cache has not taken in yet wait in `behind`, so that rounds without drafts cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemotron_ultra.errors import ConfigError
+from nemotron_ultra.model.cache import Cache
+from nemotron_ultra.model.hybrid import HybridLM
+from nemotron_ultra.ops.segments import Segments
+
+REACH = 128  # pairs
+WIDE = 16  # pairs of a row above which rows are read packed instead of padded
+
+# Called with (logits [B, V], number of the draft from 0) -> token [B].
+Pick = Callable[[Tensor, int], Tensor]
+
+
+def check_drafts(model: HybridLM, draft_tokens: int) -> None:
+    """Raises ConfigError for a model that cannot draft so many tokens."""
+    if not isinstance(draft_tokens, int) or draft_tokens < 0:
+        raise ConfigError("draft_tokens: cannot be", got=draft_tokens, allowed="0 (no drafts) or more")
+    if not draft_tokens:
+        return
+    if model.mtp is None:
+        raise ConfigError(
+            "draft_tokens: this model has no MTP module to draft with",
+            got=draft_tokens,
+            allowed=0,
+            do="leave it out, or train a model with num_nextn_predict_layers=1",
+        )
+    config = model.config
+    if config.num_nextn_predict_layers != 1:
+        raise ConfigError(
+            "draft_tokens: drafts come from one MTP module, applied again and again",
+            got=f"num_nextn_predict_layers {config.num_nextn_predict_layers}",
+            allowed=1,
+            do="set draft_tokens to 0",
+        )
+    if "M" in config.mtp_pattern:
+        raise ConfigError(
+            "draft_tokens: the state of a Mamba layer cannot take drafts back",
+            got=f"mtp_pattern {config.mtp_pattern!r}",
+            allowed="* E -",
+            do="set draft_tokens to 0",
+        )
+
+
+class Drafter:
+    """The MTP module beside the live rows of a scheduler: same rows, same order, a cache of its own."""
+
+    def __init__(self, model: HybridLM, slots: int, capacity: int, vocab_size: int):
+        self.model, self.vocab_size = model, vocab_size
+        self.cache = model.new_cache(slots, capacity, pattern=model.config.mtp_pattern)
+        self.behind: list[list[tuple[Tensor, Tensor]]] = []
+
+    def admitted(self, prompts: list[Tensor], hidden: list[Tensor], index_B: Tensor, *, now: bool) -> None:
+        """New rows: copies of prompts index_B. now: read each prompt once, here, or with the first draft."""
+        pairs = [(h_TD[:-1], p_T[1:]) for h_TD, p_T in zip(hidden, prompts, strict=True)]
+        if now and all(len(tokens) for _, tokens in pairs):
+            lengths = [len(tokens) for _, tokens in pairs]
+            read = self.model.new_cache(len(pairs), max(lengths), pattern=self.model.config.mtp_pattern)
+            read.admit_new(len(pairs))
+            self._prefill(*map(torch.cat, zip(*pairs, strict=True)), lengths, read)
+            self.cache.admit(read, index_B)
+            self.behind += [[] for _ in range(len(index_B))]
+            return
+        self.cache.admit_new(len(index_B))
+        self.behind += [[pairs[row]] for row in index_B.tolist()]
+
+    def dropped(self, gone_B: Tensor) -> Tensor:
+        """-> the old row of each one that stays."""
+        order_B = self.cache.drop(gone_B)
+        self.behind = [self.behind[row] for row in order_B.tolist()]
+        return order_B
+
+    def saw(self, first: int, hidden_BKD: Tensor, token_BK: Tensor, counts: list[int]) -> None:
+        """Row first + b was given its first counts[b] hidden states; token_BK are those that came next."""
+        for row, count in enumerate(counts):
+            if count:
+                self._wait(first + row, hidden_BKD[row, :count], token_BK[row, :count])
+
+    def draft(self, count: int, pick: Pick) -> Tensor:
+        """`count` tokens, 1 or more, for every live row, [B, count]; each row has a pair that waits."""
+        g_BD = self._catch_up()
+        ones, drafts = [1] * len(g_BD), []
+        for number in range(count):
+            drafts.append(pick(self.model.next_logits(g_BD)[:, : self.vocab_size], number))
+            if number + 1 < count:
+                g_B1D = self.model.mtp.extend(g_BD[:, None], self._embed(drafts[-1])[:, None], self.cache)
+                self.cache.commit(ones)
+                g_BD = g_B1D[:, 0]
+        self.cache.cut(count - 1)
+        return torch.stack(drafts, 1)
+
+    def _wait(self, row: int, hidden_KD: Tensor, token_K: Tensor) -> None:
+        """Whole pieces go once those after them hold REACH pairs."""
+        pairs = self.behind[row]
+        pairs.append((hidden_KD, token_K))
+        if len(pairs) > REACH:
+            del pairs[:-REACH]
+
+    def _catch_up(self) -> Tensor:
+        """Take in the pairs that wait -> g [B, D] after each row's last one."""
+        waiting = [_latest(pairs) for pairs in self.behind]
+        lengths = [sum(len(token_T) for _, token_T in pairs) for pairs in waiting]
+        hidden_TD, token_T = (
+            torch.cat([pair[side] for pairs in waiting for pair in pairs]) for side in (0, 1)
+        )
+        self.behind = [[] for _ in lengths]
+        if max(lengths) > WIDE:
+            g_TD = self._prefill(hidden_TD, token_T, lengths, self.cache)
+            return g_TD[torch.tensor(lengths, device=g_TD.device).cumsum(0) - 1]
+        most, rows = max(lengths), len(lengths)
+        if min(lengths) < most:
+            begins = torch.tensor([0, *lengths], device=token_T.device).cumsum(0)[:-1]
+            places_BK = begins[:, None] + torch.arange(most, device=token_T.device)
+            places_BK.clamp_(max=len(token_T) - 1)  # what a shorter row has too many is not kept
+            hidden_TD, token_T = hidden_TD[places_BK.flatten()], token_T[places_BK.flatten()]
+        g_BKD = self.model.mtp.extend(
+            hidden_TD.unflatten(0, (rows, most)), self._embed(token_T).unflatten(0, (rows, most)), self.cache
+        )
+        self.cache.commit(lengths)
+        return g_BKD[self.cache.rows_B, torch.tensor(lengths, device=g_BKD.device) - 1]
+
+    def _prefill(self, hidden_TD: Tensor, token_T: Tensor, lengths: list[int], cache: Cache) -> Tensor:
+        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        segments = Segments(len(token_T), bounds, token_T.device)
+        return self.model.mtp.prefill(hidden_TD, self._embed(token_T), segments, cache)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        model = self.model
+        return F.embedding(tokens, model.backbone.embeddings.weight).to(model.compute_dtype)
+
+
+def _latest(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The last REACH pairs."""
+    kept, room = [], REACH
+    for hidden_TD, token_T in reversed(pairs):
+        kept.append((hidden_TD[-room:], token_T[-room:]))
+        room -= len(token_T)
+        if room <= 0:
+            break
+    return kept[::-1]

@@ -1,0 +1,213 @@
+"""Speculative decoding: the MTP module drafts k tokens, one pass of the backbone verifies them (report 3.6.1).
+
+A round: drafts from the hidden state of the last seen token, `extend` with the pending token and the drafts,
+`verify`, and `commit` of what stays; what does not is rolled back there. A row's run is its accepted drafts
+and the token after them, which is pending then: known, reported, and not yet seen by the cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemotron_ultra.generation.draft_length import DraftLength, FixedLength, adaptive_length
+from nemotron_ultra.generation.drafter import WIDE, Drafter, check_drafts
+from nemotron_ultra.generation.draw import Uniforms
+from nemotron_ultra.generation.sampling import RowOptions, next_tokens
+from nemotron_ultra.generation.scheduler import Decoder, Rows, Run, Scheduler
+from nemotron_ultra.generation.verify import Verdict, by_match, by_rejection, draft_token, repeated
+from nemotron_ultra.model.hybrid import HybridLM
+
+SIDE = 2  # numbers that a place takes besides the one it is drawn with: for its draft, and to accept it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """tokens: drafts of a round, with `adaptive` at most.
+
+    adaptive: as many as measured acceptance and times say, which may be none.
+    sampled: drafts are drawn and verified by rejection. By default they are the draft's likeliest ids and
+    verified by match: a request then gets the very tokens that it gets without drafts (but for rounding), for
+    any draft length and company. With `sampled` only their distribution is the same, and they depend on the
+    seed and on the draft lengths: with `adaptive` they are not repeatable.
+    """
+
+    tokens: int
+    adaptive: bool = False
+    sampled: bool = False
+
+    @classmethod
+    def of(cls, draft_tokens: int | Drafting) -> Drafting:
+        return draft_tokens if isinstance(draft_tokens, Drafting) else cls(tokens=draft_tokens)
+
+    def decoder(self, model: HybridLM) -> Callable[[Scheduler], Decoder] | None:
+        """What a Scheduler takes as make_decoder. Raises ConfigError for a model that cannot draft."""
+        check_drafts(model, self.tokens)
+        if not self.tokens:
+            return None
+        length = adaptive_length(model, self.tokens) if self.adaptive else FixedLength(self.tokens)
+        return lambda scheduler: Speculative(scheduler, length, sampled=self.sampled)
+
+
+class Speculative:
+    """A `Decoder`. `stats` of the scheduler gets the counts that `draft_metrics` reads."""
+
+    wants_hidden = True
+
+    def __init__(self, scheduler: Scheduler, length: DraftLength, *, sampled: bool = False):
+        self.model, self.vocab_size, self.stats = scheduler.model, scheduler.vocab_size, scheduler.stats
+        self.length, self.sampled, self.slack = length, sampled, length.most
+        capacity = scheduler.max_tokens + length.most + WIDE
+        self.drafter = Drafter(self.model, scheduler.max_slots, capacity, self.vocab_size)
+        self.stats.update(dict.fromkeys(("rounds", "drafted", "accepted"), 0))
+        for place in range(1, length.most + 1):
+            self.stats.update({f"drafted_{place}": 0, f"accepted_{place}": 0})
+        self.pending_B = torch.empty(0, dtype=torch.int64, device=scheduler.device)
+        self.side: list[Uniforms] = []
+        self._repeated: tuple[RowOptions, int, RowOptions] | None = None
+
+    def admitted(self, prompts: list[Tensor], hidden: list[Tensor] | None, index_B: Tensor) -> None:
+        now = self.length.choose(len(self.pending_B) + len(index_B)) > 0
+        self.drafter.admitted(prompts, hidden, index_B, now=now)
+
+    def dropped(self, gone_B: Tensor) -> None:
+        order_B = self.drafter.dropped(gone_B)
+        self.pending_B = self.pending_B[order_B]
+        self.side = [self.side[row] for row in order_B.tolist()]
+
+    def round(self, rows: Rows, finish: Callable[[list[Run]], Tensor]) -> None:
+        begin, size = time.perf_counter(), len(rows.live)
+        runs = self._begin(rows)
+        left = [
+            live.request.max_new_tokens - len(live.tokens) - len(run.tokens)
+            for live, run in zip(rows.live, runs, strict=True)
+        ]
+        if max(left) <= 0:
+            finish(runs)
+            return
+        count = min(self.length.choose(size), max(left) - 1)
+        verdict = self._verify(rows, count)
+        for row, more in enumerate(self._runs(rows, verdict)):
+            for name in ("tokens", "logprobs", "model_logprobs"):
+                getattr(runs[row], name).extend(getattr(more, name))
+        self._count(size, count, time.perf_counter() - begin, verdict.accepted_B.tolist(), left)
+        finish(runs)
+
+    def _begin(self, rows: Rows) -> list[Run]:
+        """Draw the first token of new rows, which are the last ones; a run for every row, else empty."""
+        old = len(self.pending_B)
+        runs = [Run([], [], []) for _ in range(old)]
+        new = rows.live[old:]
+        if not new:
+            return runs
+        hidden_BD = rows.hidden_BD[old:]
+        options = RowOptions.of([live.request for live in new], hidden_BD.device)
+        uniform_B = _column([live.uniforms.next() for live in new], hidden_BD)
+        drawn = next_tokens(self.model.next_logits(hidden_BD), self.vocab_size, options, uniform_B)
+        self.pending_B = torch.cat([self.pending_B, drawn[0]])
+        self.drafter.saw(old, hidden_BD[:, None], drawn[0][:, None], [1] * len(new))
+        self.side += [Uniforms(live.request.seed, 1) for live in new]
+        for uniforms in self.side[old:]:
+            uniforms.skip(len(uniforms.peek(SIDE)))
+        lists = (values_B.tolist() for values_B in drawn)
+        return runs + [Run([t], [lp], [own]) for t, lp, own in zip(*lists, strict=True)]
+
+    def _verify(self, rows: Rows, count: int) -> Verdict:
+        """Draft, extend, verify and commit; rows.hidden_BD is then that of the last token that stayed."""
+        options = self._options(rows.options, count + 1)
+        side, q = [], []
+
+        def pick(logits_BV: Tensor, number: int) -> Tensor:
+            if not self.sampled or rows.options.all_greedy:
+                return logits_BV.argmax(-1)
+            numbers = _column([place[SIDE * number] for place in side], logits_BV)
+            token_B, q_BV = draft_token(logits_BV, rows.options, numbers)
+            q.append(q_BV)
+            return token_B
+
+        if self.sampled:
+            side = [uniforms.peek(SIDE * count) for uniforms in self.side]
+        draft_BJ = self.drafter.draft(count, pick) if count else self.pending_B[:, None][:, :0]
+        if count:
+            token_BK = torch.cat([self.pending_B[:, None], draft_BJ], 1)
+            hidden_BKD = self.model.extend(token_BK, rows.cache)
+        else:
+            hidden_BKD = self.model.step(self.pending_B, rows.cache)[:, None]
+        self.stats["steps"] += 1
+        logits_BKV = self.model.next_logits(hidden_BKD.flatten(0, 1)).unflatten(0, hidden_BKD.shape[:2])
+        uniform_BK = _column([live.uniforms.peek(count + 1) for live in rows.live], logits_BKV)
+        if q:
+            accept_BJ = _column([place[1::SIDE] for place in side], logits_BKV)
+            numbers = (accept_BJ, uniform_BK)
+            verdict = by_rejection(logits_BKV, draft_BJ, torch.stack(q, 1), self.vocab_size, options, numbers)
+        else:
+            verdict = by_match(logits_BKV, draft_BJ, self.vocab_size, options, uniform_BK)
+        self._commit(rows, hidden_BKD, verdict)
+        return verdict
+
+    def _commit(self, rows: Rows, hidden_BKD: Tensor, verdict: Verdict) -> None:
+        kept = [accepted + 1 for accepted in verdict.accepted_B.tolist()]
+        if hidden_BKD.shape[1] > 1:
+            rows.cache.commit(kept)
+        row_B = torch.arange(len(kept), device=hidden_BKD.device)
+        rows.hidden_BD = hidden_BKD[row_B, verdict.accepted_B]
+        self.pending_B = verdict.token_BK[row_B, verdict.accepted_B]
+        self.drafter.saw(0, hidden_BKD, verdict.token_BK, kept)
+        for live, uniforms, count in zip(rows.live, self.side, kept, strict=True):
+            live.uniforms.skip(count)
+            if self.sampled:
+                uniforms.skip(len(uniforms.peek(SIDE * count)))
+
+    def _runs(self, rows: Rows, verdict: Verdict) -> list[Run]:
+        columns = (verdict.token_BK, verdict.logprob_BK, verdict.model_logprob_BK)
+        lists = [values_BK.tolist() for values_BK in columns]
+        ends = [accepted + 1 for accepted in verdict.accepted_B.tolist()]
+        return [Run(*(values[row][:end] for values in lists)) for row, end in enumerate(ends)]
+
+    def _options(self, options: RowOptions, count: int) -> RowOptions:
+        if self._repeated is None or self._repeated[0] is not options or self._repeated[1] != count:
+            self._repeated = (options, count, repeated(options, count) if count > 1 else options)
+        return self._repeated[2]
+
+    def _count(self, size: int, count: int, seconds: float, accepted: list[int], left: list[int]) -> None:
+        """Drafts beyond a request's last token are no drafts."""
+        drafted = [max(0, min(count, most - 1)) for most in left]
+        accepted = [min(kept, most) for kept, most in zip(accepted, drafted, strict=True)]
+        kept = [sum(a >= place for a in accepted) for place in range(1, count + 1)]
+        within = [sum(d >= place for d in drafted) for place in range(1, count + 1)]
+        tried = [
+            sum(d >= place and a >= place - 1 for a, d in zip(accepted, drafted, strict=True))
+            for place in range(1, count + 1)
+        ]
+        self.length.note(size, count, seconds, tried, kept)
+        self.stats["rounds"] += size
+        self.stats["drafted"] += sum(drafted)
+        self.stats["accepted"] += sum(accepted)
+        for place in range(1, count + 1):
+            self.stats[f"drafted_{place}"] += within[place - 1]
+            self.stats[f"accepted_{place}"] += kept[place - 1]
+
+
+def draft_metrics(stats: dict[str, float]) -> dict[str, float]:
+    """acceptance_length = 1 + accepted / rounds (of a row), acceptance_rate = accepted / drafted, and
+    acceptance_rate_j = share of the drafts at place j that stayed, for places with drafts. Empty
+    without rounds.
+    """
+    if not stats.get("rounds"):
+        return {}
+    found = {"acceptance_length": 1 + stats["accepted"] / stats["rounds"]}
+    if stats["drafted"]:
+        found["acceptance_rate"] = stats["accepted"] / stats["drafted"]
+    place = 1
+    while stats.get(f"drafted_{place}"):
+        found[f"acceptance_rate_{place}"] = stats[f"accepted_{place}"] / stats[f"drafted_{place}"]
+        place += 1
+    return found
+
+
+def _column(numbers: list, like: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device=like.device)
