@@ -199,6 +199,13 @@ def test_near_misses_and_answers_of_few_words():
     assert sorted(family) == ["father", "son", "uncle"]
 
 
+def test_wrong_answers_on_the_island_are_about_the_same_people():
+    made = Gym(Spec("knights_knaves"), 0).make(3, 9, "k")
+    names = made["entry"]["metadata"]["names"]
+    assert len(made["raw"]["wrong_answers"]) == 3
+    assert all(name in text for name in names for text in made["raw"]["wrong_answers"])
+
+
 @pytest.mark.parametrize("text", ["chain_sums", "chain_sum:{", "chain_sum:[]", 'chain_sum:{"seed": 1}'])
 def test_generators_that_are_none(text):
     with pytest.raises(ConfigError):

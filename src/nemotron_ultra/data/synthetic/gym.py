@@ -19,7 +19,7 @@ from typing import Any
 from nemotron_ultra.data.order import keyed
 from nemotron_ultra.data.synthetic.explain import explain
 from nemotron_ultra.data.synthetic.steps import Drop, Row
-from nemotron_ultra.data.synthetic.wrong import wrong_answers
+from nemotron_ultra.data.synthetic.wrong import others_of, wrong_answers
 from nemotron_ultra.errors import BackendError, ConfigError
 
 PREFIX = "reasoning_gym:"
@@ -101,7 +101,7 @@ class Gym:
             return Drop("the scorer does not accept the answer", answer[:80])
         raw = {"question": entry["question"], "answer": answer, "reasoning": explain(self.spec.name, entry)}
         if wrong:
-            others = list(self._others(number))
+            others = others_of(self.spec.name, entry) or list(self._others(number))
             raw["wrong_answers"] = wrong_answers(
                 answer, others, wrong, key, lambda text: self.score(text, entry) >= 1
             )

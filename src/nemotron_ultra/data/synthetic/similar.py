@@ -39,6 +39,7 @@ class Unique:
         self._exact: dict[bytes, str] = {}
         self._grams: dict[str, np.ndarray] = {}
         # Candidates from a little below, since the exact comparison follows and LSH misses some at the edge.
+        self._empty = self._library.MinHash(num_perm=self.PERMUTATIONS)
         near = min(0.9, max(0.1, self._threshold - 0.1))
         self._index = self._library.MinHashLSH(threshold=near, num_perm=self.PERMUTATIONS)
         self._common = _boilerplate(source, SHINGLE)
@@ -66,7 +67,7 @@ class Unique:
         own = grams(text, SHINGLE)
         own = own - self._common.of(row["generator"]) or own
         hashes = np.array(sorted(own), dtype=np.uint64)
-        sketch = self._library.MinHash(num_perm=self.PERMUTATIONS)
+        sketch = self._empty.copy()
         sketch.update_batch([value.tobytes() for value in hashes])
         return key, hashes, sketch
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any
 
 from nemotron_ultra.data.order import keyed
 
@@ -34,6 +36,28 @@ def wrong_answers(
             taken.add(_plain(text))
             chosen.append(text)
     return chosen
+
+
+def others_of(name: str, entry: Mapping[str, Any]) -> list[str]:
+    """All other answers to this very problem where the generator's answers are few and known; else []."""
+    if name != "knights_knaves":
+        return []
+    facts = entry["metadata"]
+    made = {
+        right: _island(facts["names"], facts["knight_knave_terms"], right)
+        for right in product((True, False), repeat=len(facts["names"]))
+    }
+    solution = tuple(bool(part) for part in facts["solution"])
+    return (
+        [text for right, text in made.items() if right != solution]
+        if made[solution] == entry["answer"]
+        else []
+    )
+
+
+def _island(names: Sequence[str], terms: Mapping[str, str], knights: Sequence[bool]) -> str:
+    says = [f"{n} is {terms['a_knight' if k else 'a_knave']}" for n, k in zip(names, knights, strict=True)]
+    return f"{', '.join(says[:-1])}, and {says[-1]}."
 
 
 def _plain(text: str) -> str:
