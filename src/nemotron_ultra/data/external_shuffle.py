@@ -150,21 +150,24 @@ class _Split:
     def _write(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for number, held in enumerate(self._held):
-                if not held:
-                    continue
-                with self._path(number).open("ab") as file:
-                    for key, record in held:
-                        file.write(_HEAD.pack(key, len(record)))
-                        file.write(record)
-                self._disk_bytes[number] += sum(len(record) + _OVERHEAD for _, record in held)
-                self._held[number] = []
+            for number in range(len(self._held)):
+                self._append(number)
         except OSError as error:
             what = f"cannot write a bucket of the shuffle in {self.folder}"
             raise DataError(
                 what, got=error.strerror, do="free space there, or name another folder"
             ) from error
         self._held_bytes = 0
+
+    def _append(self, number: int) -> None:
+        held, self._held[number] = self._held[number], []
+        if not held:
+            return
+        with self._path(number).open("ab") as file:
+            for key, record in held:
+                file.write(_HEAD.pack(key, len(record)))
+                file.write(record)
+        self._disk_bytes[number] += sum(len(record) + _OVERHEAD for _, record in held)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:02d}{_SUFFIX}"
