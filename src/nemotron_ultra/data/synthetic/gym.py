@@ -101,9 +101,10 @@ class Gym:
             return Drop("the scorer does not accept the answer", answer[:80])
         raw = {"question": entry["question"], "answer": answer, "reasoning": explain(self.spec.name, entry)}
         if wrong:
-            others = others_of(self.spec.name, entry) or list(self._others(number))
+            own = others_of(self.spec.name, entry)
+            others = own or list(self._others(number))
             raw["wrong_answers"] = wrong_answers(
-                answer, others, wrong, key, lambda text: self.score(text, entry) >= 1
+                answer, others, wrong, key, lambda text: self.score(text, entry) >= 1, near=not own
             )
         return {"raw": raw, "entry": plain}
 

@@ -15,17 +15,22 @@ FEW = 0.6
 
 
 def wrong_answers(
-    answer: str, others: Iterable[str], count: int, key: str, right: Callable[[str], bool]
+    answer: str,
+    others: Iterable[str],
+    count: int,
+    key: str,
+    right: Callable[[str], bool],
+    near: bool = True,
 ) -> list[str]:
     """Up to `count` different answers, none of them `answer` and none that `right` accepts.
 
     The order, and with it the choice, is a function of `key`: near misses and others' answers mixed. Where
     others' answers repeat (father, aunt, ...), the answer is one of a few words, and a misspelt one would
-    give itself away: no near misses then, unless it is a number.
+    give itself away: no near misses then, unless it is a number. near=False: none at all.
     """
     theirs = [other.strip() for other in others]
     few = len(set(theirs)) <= FEW * len(theirs) and not _INTEGER.fullmatch(answer)
-    candidates = dict.fromkeys([*([] if few else _near(answer)), *theirs])
+    candidates = dict.fromkeys([*(_near(answer) if near and not few else []), *theirs])
     order = sorted(candidates, key=lambda text: keyed("wrong", key, text))
     chosen: list[str] = []
     taken = {_plain(answer)}
