@@ -250,12 +250,12 @@ def _id_or_text(tokenizer: Tokenizer, text: str) -> str | tuple[int, ...]:
 
 
 def _spellings_read_in_text(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Added tokens that are not special: the library reads them in any text, so texts are cut inside them."""
+    """Markers that are added tokens but not special: the library reads them in any text, so it is cut
+    inside."""
     added = tokenizer.content.get("added_tokens", [])
-    texts = [token["content"] for token in added if not token.get("special") and len(token["content"]) > 1]
-    if not texts:
-        return None
-    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)))
+    plain = {token["content"] for token in added if not token.get("special")}
+    texts = [text for text in (START, END, THINK, UNTHINK, *_TOOL_MARKERS) if text in plain]
+    return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
 def _apart(segments: list[Segment], cut: re.Pattern[str]) -> list[Segment]:

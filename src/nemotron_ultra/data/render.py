@@ -100,19 +100,25 @@ def lay_out(
                 places[piece] = len(places)
     backend = tokenizer.backend(special=special)
     encodings = backend.encode_batch_fast(list(places), add_special_tokens=False)
-    parts: dict[Any, list[int]] = dict(zip(places, (encoding.ids for encoding in encodings), strict=True))
-    return [_row(row, parts) for row in rows]
+    parts = {text: encoding.ids for text, encoding in zip(places, encodings, strict=True)}
+    ids: list[int] = []
+    lengths: list[int] = []
+    ends: list[int] = []
+    for row in rows:
+        for piece, _ in row:
+            part = parts[piece] if type(piece) is str else piece
+            ids += part
+            lengths.append(len(part))
+        ends.append(len(ids))
+    tokens = np.array(ids, dtype=np.int32)
+    flags = np.fromiter((trained for row in rows for _, trained in row), np.uint8, len(lengths))
+    mask = np.repeat(flags, lengths)
+    return [
+        (tokens[start:end], mask[start:end], _first(mask[start:end]))
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
 
 
-def _row(row: Sequence[Segment], parts: dict[str, list[int]]) -> tuple[np.ndarray, np.ndarray, int]:
-    tokens: list[int] = []
-    spans: list[tuple[int, int]] = []
-    for piece, trained in row:
-        start = len(tokens)
-        tokens += parts[piece] if type(piece) is str else piece
-        if trained:
-            spans.append((start, len(tokens)))
-    mask = np.zeros(len(tokens), dtype=np.uint8)
-    for start, end in spans:
-        mask[start:end] = 1
-    return np.array(tokens, dtype=np.int32), mask, next((a for a, b in spans if b > a), len(tokens))
+def _first(mask: np.ndarray) -> int:
+    first = int(mask.argmax()) if len(mask) else 0
+    return first if len(mask) and mask[first] else len(mask)

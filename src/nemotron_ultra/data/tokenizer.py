@@ -94,6 +94,11 @@ class Tokenizer:
                 out[index] = _bytes_of(token, byte_level and index not in plain)
         return out
 
+    def named_tokens(self) -> dict[str, str]:
+        """bos_token, eos_token and the like as tokenizer_config.json spells them, for chat templates."""
+        texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in self._config.items()}
+        return {k: v for k, v in texts.items() if k.endswith("_token") and isinstance(v, str)}
+
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and tokenizer_config.json into `folder`; it opens again with the same hash."""
         named = {"eos_token": self.token(self.eos_id)} | self._config
