@@ -1,4 +1,4 @@
-"""Speculative decoding: the MTP module drafts k tokens, one pass of the backbone verifies them (report 3.6.1).
+"""Speculative decoding: the MTP module drafts k tokens, one backbone pass verifies them (report 3.6.1).
 
 A round: drafts from the hidden state of the last seen token, `extend` with the pending token and the drafts,
 `verify`, and `commit` of what stays; what does not is rolled back there. A row's run is its accepted drafts
