@@ -57,76 +57,102 @@ def ids_of(text: str) -> list[int]:
 
 SYSTEM = "<|im_start|>system\nBe brief.<|im_end|>\n"
 SHAPES = {
-    "one answer": ([user("Hi"), say("Hello")], ["<|im_start|>user\nHi<|im_end|>\n"
-            "<|im_start|>assistant\n<think></think>«Hello<|im_end|>»\n"]),
+    "one answer": (
+        [user("Hi"), say("Hello")],
+        ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think></think>«Hello<|im_end|>»\n"],
+    ),
     "many turns": (
         [{"role": "system", "content": "Be brief."}, user("a"), say("b"), user("c"), say("d"), user("e")],
-        [SYSTEM + "<|im_start|>user\na<|im_end|>\n"
+        [
+            SYSTEM + "<|im_start|>user\na<|im_end|>\n"
             "<|im_start|>assistant\n<think></think>«b<|im_end|>»\n"
-         "<|im_start|>user\nc<|im_end|>\n"
-            "<|im_start|>assistant\n<think></think>«d<|im_end|>»\n"],
+            "<|im_start|>user\nc<|im_end|>\n"
+            "<|im_start|>assistant\n<think></think>«d<|im_end|>»\n"
+        ],
     ),
     "thoughts": (
         [user("a"), say("b", "why")],
-        ["<|im_start|>user\na<|im_end|>\n"
-            "<|im_start|>assistant\n<think>\n«why\n</think>\nb<|im_end|>»\n"],
+        ["<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n«why\n</think>\nb<|im_end|>»\n"],
     ),
     "thoughts over many turns": (
         [user("a"), say("b", "one"), user("c"), say("d"), user("e"), say("f", "two\nthree")],
-        ["<|im_start|>user\na<|im_end|>\n"
-            "<|im_start|>assistant\n<think>\n«one\n</think>\nb<|im_end|>»\n",
-         "<|im_start|>user\na<|im_end|>\n"
+        [
+            "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>\n«one\n</think>\nb<|im_end|>»\n",
+            "<|im_start|>user\na<|im_end|>\n"
             "<|im_start|>assistant\n<think></think>b<|im_end|>\n"
-         "<|im_start|>user\nc<|im_end|>\n"
+            "<|im_start|>user\nc<|im_end|>\n"
             "<|im_start|>assistant\n<think></think>«d<|im_end|>»\n",
-         "<|im_start|>user\na<|im_end|>\n"
+            "<|im_start|>user\na<|im_end|>\n"
             "<|im_start|>assistant\n<think></think>b<|im_end|>\n"
-         "<|im_start|>user\nc<|im_end|>\n"
+            "<|im_start|>user\nc<|im_end|>\n"
             "<|im_start|>assistant\n<think></think>d<|im_end|>\n"
-         "<|im_start|>user\ne<|im_end|>\n"
-            "<|im_start|>assistant\n<think>\n«two\nthree\n</think>\nf<|im_end|>»\n"],
+            "<|im_start|>user\ne<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n«two\nthree\n</think>\nf<|im_end|>»\n",
+        ],
     ),
     "a call and its result": (
-        [user("a"), say("Let me see.", None, call("look", where="here\nor there", depth=2)), tool("nothing"), say("No.")],
-        ["<|im_start|>user\na<|im_end|>\n"
+        [
+            user("a"),
+            say("Let me see.", None, call("look", where="here\nor there", depth=2)),
+            tool("nothing"),
+            say("No."),
+        ],
+        [
+            "<|im_start|>user\na<|im_end|>\n"
             "<|im_start|>assistant\n<think></think>«Let me see.\n<tool_call>\n"
-         "<function=look>\n<parameter=where>\nhere\nor there\n</parameter>\n<parameter=depth>\n2\n</parameter>\n"
-         "</function>\n</tool_call>\n<|im_end|>»\n"
+            "<function=look>\n<parameter=where>\nhere\nor there\n</parameter>\n<parameter=depth>\n2\n"
+            "</parameter>\n"
+            "</function>\n</tool_call>\n<|im_end|>»\n"
             "<|im_start|>user\n<tool_response>\nnothing\n</tool_response>\n"
-         "<|im_end|>\n"
-            "<|im_start|>assistant\n<think></think>«No.<|im_end|>»\n"],
+            "<|im_end|>\n"
+            "<|im_start|>assistant\n<think></think>«No.<|im_end|>»\n"
+        ],
     ),
     "parallel calls with thoughts": (
-        [user("a"), say("", "both", call("f"), call("g", x=[1, {"y": None}])), tool("1"), tool(""), say("b", "done")],
-        ["<|im_start|>user\na<|im_end|>\n"
+        [
+            user("a"),
+            say("", "both", call("f"), call("g", x=[1, {"y": None}])),
+            tool("1"),
+            tool(""),
+            say("b", "done"),
+        ],
+        [
+            "<|im_start|>user\na<|im_end|>\n"
             "<|im_start|>assistant\n<think>\n«both\n</think>\n<tool_call>\n"
-         "<function=f>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n<parameter=x>\n"
-         '[1, {"y": null}]\n</parameter>\n</function>\n</tool_call>\n<|im_end|>»\n"
-            "<|im_start|>user\n'
-         "<tool_response>\n1\n</tool_response>\n<tool_response>\n\n</tool_response>\n<|im_end|>\n"
-         "<|im_start|>assistant\n<think>\n«done\n</think>\nb<|im_end|>»\n"],
+            "<function=f>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n<parameter=x>\n"
+            '[1, {"y": null}]\n'
+            "</parameter>\n</function>\n</tool_call>\n<|im_end|>»\n"
+            "<|im_start|>user\n"
+            "<tool_response>\n1\n</tool_response>\n<tool_response>\n\n</tool_response>\n<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n«done\n</think>\nb<|im_end|>»\n"
+        ],
     ),
     "an empty answer is not trained": (
         [user("a"), say(""), user("b"), say("c")],
-        ["<|im_start|>user\na<|im_end|>\n"
+        [
+            "<|im_start|>user\na<|im_end|>\n"
             "<|im_start|>assistant\n<think></think><|im_end|>\n"
-         "<|im_start|>user\nb<|im_end|>\n"
-            "<|im_start|>assistant\n<think></think>«c<|im_end|>»\n"],
+            "<|im_start|>user\nb<|im_end|>\n"
+            "<|im_start|>assistant\n<think></think>«c<|im_end|>»\n"
+        ],
     ),
     "letters of many scripts": (
         [user("Grüße 🙂"), say("こんにちは\u200d\n\tمرحبا")],
-        ["<|im_start|>user\nGrüße 🙂<|im_end|>\n"
-            "<|im_start|>assistant\n<think></think>«こんにちは\u200d\n\tمرحبا<|im_end|>»\n"],
+        [
+            "<|im_start|>user\nGrüße 🙂<|im_end|>\n"
+            "<|im_start|>assistant\n<think></think>«こんにちは\u200d\n\tمرحبا<|im_end|>»\n"
+        ],
     ),
     "blanks at the ends": (
         [user("\n a "), say(" b\n")],
-        ["<|im_start|>user\n\n a <|im_end|>\n"
-            "<|im_start|>assistant\n<think></think>« b\n<|im_end|>»\n"],
+        ["<|im_start|>user\n\n a <|im_end|>\n<|im_start|>assistant\n<think></think>« b\n<|im_end|>»\n"],
     ),
     "cut thoughts": (
         [user("a"), say("b", "so far", cut=True)],
-        ["<|im_start|>user\na<|im_end|>\n"
-            "<|im_start|>assistant\n<think>\n«so far»\n</think>«\nb<|im_end|>»\n"],
+        [
+            "<|im_start|>user\na<|im_end|>\n"
+            "<|im_start|>assistant\n<think>\n«so far»\n</think>«\nb<|im_end|>»\n"
+        ],
     ),
 }
 
