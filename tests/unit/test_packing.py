@@ -79,6 +79,8 @@ def test_bad_lengths(lengths):
 def test_numbers_that_do_not_match():
     with pytest.raises(DataError, match="prompts and lengths differ in number; got 1 and 2"):
         pack_lengths([3, 4], 10, prompt_ids=[1])
+    with pytest.raises(DataError, match="must be a number or text; got unhashable type"):
+        BestFitPacker(10).add(3, 1, prompt=[1, 2])
     with pytest.raises(DataError, match="items and lengths"):
         BestFitPacker(10).extend([3, 4], [1])
     with pytest.raises(DataError, match="sources and lengths"):

@@ -19,6 +19,7 @@ No result depends on how the input is cut into calls.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ class BestFitPacker:
         plain = type(length) is int and type(item) is int
         if not plain or not 1 <= length <= self.max_length or isinstance(prompt, np.generic):
             return self.extend([length], [item], [prompt], [source])
+        _check_hashable([prompt])
         self.stats.one_arrived(length, source)
         self._lengths[self._waiting], self._items[self._waiting] = length, item
         self._prompts.append(prompt)
@@ -329,7 +331,15 @@ def _prompts(prompts: Sequence[Prompt] | np.ndarray | None, count: int) -> list[
     _same_count("prompts", len(found), count)
     if found and isinstance(found[0], np.generic):
         found = [prompt if prompt is None else prompt.item() for prompt in found]
+    _check_hashable(found)
     return found
+
+
+def _check_hashable(prompts: list[Prompt]) -> None:
+    try:
+        deque(map(hash, prompts), maxlen=0)
+    except TypeError as error:
+        raise DataError("a prompt's identity must be a number or text", got=error) from error
 
 
 def _same_count(name: str, got: int, count: int | None) -> None:
