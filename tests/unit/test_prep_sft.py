@@ -99,7 +99,7 @@ def test_a_pack_says_where_its_conversations_come_from(tmp_path):
 def test_every_kind_of_file_gives_the_same_packs(tmp_path, monkeypatch):
     pytest.importorskip("datasets", reason="datasets (extra `data`) is not installed")
     monkeypatch.setattr("nemotron_ultra.data.hf_rows.ROWS", 8)
-    rows = [*(chat(i, thoughts=i % 2 == 0) for i in range(20)), calling()]
+    rows = [calling(), *(chat(i, thoughts=i % 2 == 0) for i in range(20))]
     plain = write_rows(tmp_path / "a.jsonl", rows)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     with pa.CompressedOutputStream(str(tmp_path / "a.jsonl.zst"), "zstd") as file:
@@ -172,9 +172,8 @@ def test_drops_are_counted_with_file_and_line(tmp_path, capsys):
 def test_strict_names_the_line(tmp_path, capsys):
     path = write_rows(tmp_path / "a.jsonl", [chat(0), "", chat(1), '{"messages": ', chat(2)])
     for part_bytes in ("200", "100000"):
-        prepared(tmp_path / "out", f"a={path}", "--strict", "--part-bytes", part_bytes, status=3)
+        prepared(tmp_path / part_bytes, f"a={path}", "--strict", "--part-bytes", part_bytes, status=3)
         assert "a.jsonl:4: not JSON; got Expecting value" in capsys.readouterr().err
-        (tmp_path / "out/.parts/plan.json").unlink()
 
 
 def test_only_rows_with_a_value_are_taken(tmp_path):
@@ -303,7 +302,7 @@ def test_another_tokenizer_in_an_unfinished_folder(tmp_path, monkeypatch, capsys
         (["a=bad.parquet"], "bad.parquet is not a parquet file"),
         (["a=text.parquet"], "text.parquet has no column 'messages'; allowed: text; name it with"),
         (["a=good.jsonl", "--max-length", "4"], "nothing to train on; got 2 conversations"),
-        (["a=good.jsonl", "--max-length", "4", "--on-overlong", "error"], "good.jsonl:1: 4"),
+        (["a=good.jsonl", "--max-length", "4", "--on-overlong", "error"], "good.jsonl:1: 64 tokens: prompt longer"),
         (["a=good.jsonl", "--window", "99", "--pool-size", "9"], "window is longer than twice the pool"),
         (["a=good.jsonl", "--strip-share", "0.7", "--effort-share", "0.7"], "together at most 1"),
         (["a=good.jsonl", "--template", "nowhere.jinja"], "nowhere.jinja"),

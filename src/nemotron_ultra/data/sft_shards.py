@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nemotron_ultra.data.manifest import file_facts, write_json
-from nemotron_ultra.data.packs import PackWriter
+from nemotron_ultra.data.packs import Conversations, PackWriter
 from nemotron_ultra.data.sft_parts import ROWS, spool_files
 from nemotron_ultra.data.sft_plan import BOUNDS, ITEMS, ShardPlan
 
@@ -55,7 +55,7 @@ class ShardWorker:
         self._items = np.memmap(setup.plan / ITEMS, "<i8", "r")
         self._bounds = np.fromfile(setup.plan / BOUNDS, "<i8")
         self._first_row = np.array([part.first_row for part in setup.parts])
-        self._files: OrderedDict[int, list[int]] = OrderedDict()
+        self._open_parts: OrderedDict[int, tuple[Any, ...]] = OrderedDict()
 
     def __call__(self, shard: ShardPlan) -> dict[str, Any]:
         """Write one file; returns its receipt, which is on disk by then. Raises DataError for a full disk."""
@@ -77,38 +77,35 @@ class ShardWorker:
         write_json(setup.receipts / f"{shard.name}.json", receipt)
         return receipt
 
-    def _pack(self, items: np.ndarray) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[int], list[int]]:
+    def _pack(self, items: np.ndarray) -> tuple[Conversations, list[int], list[int]]:
         """(tokens and mask, number of the source, row in the source) of each row."""
         rows, sources, ids = [], [], []
-        for item, number in zip(
-            items.tolist(), (np.searchsorted(self._first_row, items, side="right") - 1).tolist(), strict=True
-        ):
+        parts = np.searchsorted(self._first_row, items, side="right") - 1
+        for item, number in zip(items.tolist(), parts.tolist(), strict=True):
             part = self.setup.parts[number]
-            tokens, mask, records = self._open(number)
-            at = (item - part.first_row) * ROWS.itemsize
-            record = np.frombuffer(os.pread(records, ROWS.itemsize, at), ROWS)[0]
-            start, length = int(record["start"]), int(record["length"])
-            rows.append(
-                (
-                    np.frombuffer(os.pread(tokens, 4 * length, 4 * start), "<i4"),
-                    np.frombuffer(os.pread(mask, length, start), np.uint8),
-                )
-            )
+            tokens, mask, starts, lengths, places = self._open(number)
+            row = item - part.first_row
+            start, length = int(starts[row]), int(lengths[row])
+            ids_n = np.frombuffer(os.pread(tokens, 4 * length, 4 * start), "<i4")
+            rows.append((ids_n, np.frombuffer(os.pread(mask, length, start), np.uint8)))
             sources.append(part.source)
-            ids.append(part.first_line + int(record["place"]))
+            ids.append(part.first_line + int(places[row]))
         return rows, sources, ids
 
-    def _open(self, number: int) -> list[int]:
-        """Descriptors of a part's tokens, mask and rows; the least used part's are closed."""
-        if number not in self._files:
+    def _open(self, number: int) -> tuple[Any, ...]:
+        """Descriptors of a part's tokens and mask, and its rows; those of the least used part are closed."""
+        if number not in self._open_parts:
             part = self.setup.parts[number]
-            paths = spool_files(Path(part.folder), part.number)[:3]
-            self._files[number] = [os.open(path, os.O_RDONLY) for path in paths]
-            if len(self._files) > OPEN_PARTS:
-                for descriptor in self._files.popitem(last=False)[1]:
-                    os.close(descriptor)
-        self._files.move_to_end(number)
-        return self._files[number]
+            *files, rows, _ = spool_files(Path(part.folder), part.number)
+            files = [os.open(path, os.O_RDONLY) for path in files]
+            found = np.fromfile(rows, ROWS)
+            self._open_parts[number] = (*files, *(found[key].copy() for key in ("start", "length", "place")))
+            if len(self._open_parts) > OPEN_PARTS:
+                tokens, mask, *_ = self._open_parts.popitem(last=False)[1]
+                os.close(tokens)
+                os.close(mask)
+        self._open_parts.move_to_end(number)
+        return self._open_parts[number]
 
 
 def read_shard_receipts(receipts: Path, out: Path, digest: str) -> dict[str, dict[str, Any]]:
