@@ -159,7 +159,7 @@ class VLLMGenerator:
         ]
         for number, request in enumerate(requests):
             self._check(request, f"prompt {number}")
-        with self._lock, _random_states_kept():
+        with self._lock, _random_states_kept(self.options.own_process):
             return self._run(requests) if requests else []
 
     def _check(self, request: Request, name: str) -> None:
@@ -182,9 +182,7 @@ class VLLMGenerator:
 
     def _run(self, requests: list[Request]) -> list[Completion]:
         begin, before = time.perf_counter(), self._counters()
-        outputs = self._draw(
-            [request.prompt for request in requests], [self._parameters(request) for request in requests]
-        )
+        outputs = self._draw([r.prompt for r in requests], [self._parameters(r) for r in requests])
         found = [output.outputs[0] for output in outputs]
         logprobs = [
             [row[token].logprob for row, token in zip(one.logprobs, one.token_ids, strict=True)]
@@ -340,7 +338,7 @@ def _surroundings(own_process: bool) -> Iterator[None]:
     old = os.environ.get(name)
     os.environ[name] = str(int(own_process))
     try:
-        with _random_states_kept():
+        with _random_states_kept(own_process):
             yield
     finally:
         os.environ.pop(name)
@@ -349,11 +347,16 @@ def _surroundings(own_process: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _random_states_kept() -> Iterator[None]:
+def _random_states_kept(own_process: bool) -> Iterator[None]:
     """An engine in this process seeds the process's random generators and draws from them beside its own."""
+    if own_process:
+        yield
+        return
     numpy_state, state = np.random.get_state(), random.getstate()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        yield
-    np.random.set_state(numpy_state)
-    random.setstate(state)
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        random.setstate(state)
