@@ -72,7 +72,7 @@ class DecodePlan:
 
     def is_still(self, layers: nn.ModuleList) -> bool:
         """Whether these are its layers and all tensors lie where they lay."""
-        return layers[0] is self.layers[0] and [t.data_ptr() for t in self.tensors] == self.addresses
+        return layers[0] is self.layers[0] and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
 
     def run(self, x_MD: Tensor, tokens: int, first: int, last: int) -> None:
         """Layers of a fast segment on x [B * tokens, D], contiguous, in place."""
@@ -263,7 +263,7 @@ def _moe(mixer: LatentMoE, state: None) -> Entry | None:
         wide=layer.experts + layer.outs[1] + layer.outs[3],
         hidden=layer.chosen * layer.expert_hidden,
         mixed=layer.expert_width,
-        scratch=lambda rows: 2 * rows * layer.chosen + layer.experts,
+        scratch=lambda rows: 3 * rows * layer.chosen + 2 * layer.experts + 2,
     )
 
 

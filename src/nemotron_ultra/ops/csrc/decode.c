@@ -1,8 +1,9 @@
 /* A few tokens of every row through consecutive layers, float32, weights read once where they lie.
  *
- * A call is one parallel region; threads meet at barriers between the phases of a layer, and each phase is
- * divided by rows of a weight matrix, by (row, group) or by expert slices, so that no two threads write the
- * same memory. The arithmetic is that of ops/step.py, ops/routing.py and ops/experts.py but for the order of
+ * A call is one parallel region. Each phase of a layer is divided into pieces (rows of a weight matrix, a
+ * sequence and group, a slice of every expert) that write different memory; threads take piece after piece and
+ * go on when all are done, so that a thread which the system holds up delays nobody until it has a piece. The
+ * arithmetic is that of ops/step.py, ops/routing.py and ops/experts.py but for the order of
  * sums. Structures have their twins in ops/decode_kernels.py.
  *
  * x [rows, D] is the residual stream, a row being token k of sequence b: row = b * tokens + k.
@@ -17,6 +18,7 @@
 #endif
 
 #define MOST_ROWS 256
+#define AT_ONCE 128 /* layers of a parallel region */
 typedef float v8 __attribute__((vector_size(32)));
 typedef float v8u __attribute__((vector_size(32), aligned(4), may_alias));
 
@@ -50,31 +52,44 @@ typedef struct {
     int64_t normed_size, scratch_size;     /* floats a thread */
 } Work;
 
+#define PHASES 4
+#define PIECES 4 /* a thread and phase */
+
 typedef struct {
-    int threads;
-    atomic_int waiting, round;
+    _Alignas(64) atomic_long next;
+    _Alignas(64) atomic_long done;
+} Phase;
+
+typedef struct {
+    int64_t pieces; /* of a phase that is divided by rows of a matrix */
+    Phase *phase;   /* of the current layer */
 } Team;
 
-static void meet(Team *team) {
-    if (team->threads == 1) return;
-    int round = atomic_load(&team->round);
-    if (atomic_fetch_add(&team->waiting, 1) == team->threads - 1) {
-        atomic_store(&team->waiting, 0);
-        atomic_store(&team->round, round + 1);
-        return;
-    }
-    for (int spin = 0; atomic_load(&team->round) == round; spin++) {
-        if (spin > 4000) sched_yield();
+static void wait_for(Phase *phase, int64_t pieces) {
+    for (int spin = 0; atomic_load(&phase->done) < pieces; spin++) {
+        if (spin > 500) sched_yield();
 #if defined(__x86_64__) || defined(__i386__)
         else __builtin_ia32_pause();
 #endif
     }
 }
 
-static inline void share(int64_t total, int64_t step, int me, int threads, int64_t *begin, int64_t *end) {
+/* The body runs with piece = 0 .. pieces - 1, each once in some thread; afterwards all of them are done. */
+#define PHASE(number, pieces, body)                                                                       \
+    do {                                                                                                  \
+        Phase *phase_ = team->phase + (number);                                                           \
+        int64_t all_ = (pieces);                                                                          \
+        for (int64_t piece; (piece = atomic_fetch_add(&phase_->next, 1)) < all_;) {                       \
+            body                                                                                          \
+            atomic_fetch_add(&phase_->done, 1);                                                           \
+        }                                                                                                 \
+        wait_for(phase_, all_);                                                                           \
+    } while (0)
+
+static inline void share(int64_t total, int64_t step, int64_t piece, int64_t pieces, int64_t *begin, int64_t *end) {
     int64_t blocks = (total + step - 1) / step;
-    *begin = blocks * me / threads * step;
-    *end = blocks * (me + 1) / threads * step;
+    *begin = blocks * piece / pieces * step;
+    *end = blocks * (piece + 1) / pieces * step;
     if (*end > total) *end = total;
 }
 
@@ -103,15 +118,18 @@ static inline float sum8(v8 a) {
     return s;
 }
 
+#define AHEAD 4 /* rows of the matrix that are fetched before they are needed */
 /* out[i][j] = x_i . w_j for M rows x and R rows w of length k. */
 #define TILE(M, R)                                                                                        \
-    static void tile_##M##_##R(const float *const *x, const float *w, int64_t k, float out[4][4]) {       \
+    static void tile_##M##_##R(const float *const *x, const float *w, int64_t k, int ahead, float out[4][4]) { \
         v8 acc[M][R];                                                                                     \
         for (int i = 0; i < M; i++)                                                                       \
             for (int j = 0; j < R; j++) acc[i][j] = (v8){0};                                              \
         int64_t p = 0;                                                                                    \
         for (; p + 8 <= k; p += 8) {                                                                      \
             v8 column[R];                                                                                 \
+            if (ahead)                                                                                    \
+                for (int j = 0; j < R; j++) __builtin_prefetch(w + (j + AHEAD) * k + p);                  \
             for (int j = 0; j < R; j++) column[j] = *(const v8u *)(w + j * k + p);                        \
             for (int i = 0; i < M; i++) {                                                                 \
                 v8 row = *(const v8u *)(x[i] + p);                                                        \
@@ -146,13 +164,13 @@ static void product(const float *const *x, float *const *y, const float *weight,
         for (int64_t i = 0; i < rows; i += 3) {
             int m = rows - i >= 3 ? 3 : (int)(rows - i);
             if (r == 4) {
-                if (m == 3) tile_3_4(x + i, columns, k, out);
-                else if (m == 2) tile_2_4(x + i, columns, k, out);
-                else tile_1_4(x + i, columns, k, out);
+                if (m == 3) tile_3_4(x + i, columns, k, !i, out);
+                else if (m == 2) tile_2_4(x + i, columns, k, !i, out);
+                else tile_1_4(x + i, columns, k, !i, out);
             } else {
-                if (m == 3) tile_3_1(x + i, columns, k, out);
-                else if (m == 2) tile_2_1(x + i, columns, k, out);
-                else tile_1_1(x + i, columns, k, out);
+                if (m == 3) tile_3_1(x + i, columns, k, !i, out);
+                else if (m == 2) tile_2_1(x + i, columns, k, !i, out);
+                else tile_1_1(x + i, columns, k, !i, out);
             }
             for (int a = 0; a < m; a++)
                 for (int j = 0; j < r; j++)
@@ -273,18 +291,18 @@ static void mamba_group(const Layer *a, const Work *k, int64_t b, int64_t g, flo
     }
 }
 
-static void mamba(const Layer *a, const Work *k, Team *team, int me, float *normed, float *scratch) {
+static void mamba(const Layer *a, const Work *k, Team *team, float *normed, float *scratch) {
     int64_t rows = k->batch * k->tokens, inner = a->heads * a->head_dim, W = a->outs[0], begin, end;
     rms(k->x, a->norm, a->eps, rows, k->width, normed);
-    share(W, 4, me, team->threads, &begin, &end);
-    dense(normed, k->width, k->wide, W, rows, a->w[0], a->bias[0], k->width, begin, end, STORE);
-    meet(team);
-    share(k->batch * a->groups, 1, me, team->threads, &begin, &end);
-    for (int64_t i = begin; i < end; i++) mamba_group(a, k, i / a->groups, i % a->groups, scratch);
-    meet(team);
-    share(k->width, 4, me, team->threads, &begin, &end);
-    dense(k->narrow, inner, k->x, k->width, rows, a->w[1], a->bias[1], inner, begin, end, ADD);
-    meet(team);
+    PHASE(0, team->pieces, {
+        share(W, 4, piece, all_, &begin, &end);
+        dense(normed, k->width, k->wide, W, rows, a->w[0], a->bias[0], k->width, begin, end, STORE);
+    });
+    PHASE(1, k->batch * a->groups, { mamba_group(a, k, piece / a->groups, piece % a->groups, scratch); });
+    PHASE(2, team->pieces, {
+        share(k->width, 4, piece, all_, &begin, &end);
+        dense(k->narrow, inner, k->x, k->width, rows, a->w[1], a->bias[1], inner, begin, end, ADD);
+    });
 }
 
 /* One (sequence, group): new keys and values go to their places, then each token attends to all up to it. */
@@ -318,20 +336,21 @@ static void attend(const Layer *a, const Work *k, int64_t b, int64_t g, float *s
     }
 }
 
-static void attention(const Layer *a, const Work *k, Team *team, int me, float *normed, float *scratch) {
-    int64_t rows = k->batch * k->tokens, W = a->outs[0] + a->outs[1] + a->outs[2], at = 0, begin, end;
+static void attention(const Layer *a, const Work *k, Team *team, float *normed, float *scratch) {
+    int64_t rows = k->batch * k->tokens, W = a->outs[0] + a->outs[1] + a->outs[2], begin, end;
     rms(k->x, a->norm, a->eps, rows, k->width, normed);
-    for (int m = 0; m < 3; at += a->outs[m], m++) {
-        share(a->outs[m], 4, me, team->threads, &begin, &end);
-        dense(normed, k->width, k->wide + at, W, rows, a->w[m], a->bias[m], k->width, begin, end, STORE);
-    }
-    meet(team);
-    share(k->batch * a->groups, 1, me, team->threads, &begin, &end);
-    for (int64_t i = begin; i < end; i++) attend(a, k, i / a->groups, i % a->groups, scratch);
-    meet(team);
-    share(k->width, 4, me, team->threads, &begin, &end);
-    dense(k->narrow, a->outs[0], k->x, k->width, rows, a->w[3], a->bias[3], a->outs[0], begin, end, ADD);
-    meet(team);
+    PHASE(0, team->pieces, {
+        float *to = k->wide;
+        for (int m = 0; m < 3; to += a->outs[m], m++) {
+            share(a->outs[m], 4, piece, all_, &begin, &end);
+            dense(normed, k->width, to, W, rows, a->w[m], a->bias[m], k->width, begin, end, STORE);
+        }
+    });
+    PHASE(1, k->batch * a->groups, { attend(a, k, piece / a->groups, piece % a->groups, scratch); });
+    PHASE(2, team->pieces, {
+        share(k->width, 4, piece, all_, &begin, &end);
+        dense(k->narrow, a->outs[0], k->x, k->width, rows, a->w[3], a->bias[3], a->outs[0], begin, end, ADD);
+    });
 }
 
 /* The experts of one token: scores in place of gate, the chosen ones and their weights. */
@@ -339,14 +358,15 @@ static void route(const Layer *a, float *gate, int32_t *expert, float *weight) {
     float total = 0;
     for (int64_t e = 0; e < a->experts; e++) gate[e] = sigmoid1(gate[e]);
     for (int64_t c = 0; c < a->chosen; c++) {
-        int64_t best = -1;
+        int64_t best = 0;
+        int none = 1;
         float most = 0;
         for (int64_t e = 0; e < a->experts; e++) {
             float choice = gate[e] + a->correction[e];
             int taken = 0;
-            if (best >= 0 && !(choice > most)) continue;
+            if (!none && !(choice > most)) continue;
             for (int64_t d = 0; d < c; d++) taken |= expert[d] == e;
-            if (!taken) best = e, most = choice;
+            if (!taken) best = e, most = choice, none = 0;
         }
         expert[c] = (int32_t)best;
         weight[c] = gate[best];
@@ -356,104 +376,119 @@ static void route(const Layer *a, float *gate, int32_t *expert, float *weight) {
         weight[c] = (a->normalise ? weight[c] / (total + 1e-20f) : weight[c]) * a->factor;
 }
 
-static void moe(const Layer *a, const Work *k, Team *team, int me, float *normed, float *scratch) {
+/* Choices in the order of experts: those of expert e are list[start[e]] .. list[start[e + 1] - 1]. */
+static void by_expert(const int32_t *expert, int64_t choices, int64_t experts, int32_t *start, int32_t *list) {
+    memset(start, 0, (experts + 2) * sizeof(int32_t));
+    for (int64_t i = 0; i < choices; i++) start[expert[i] + 2]++;
+    for (int64_t e = 0; e < experts; e++) start[e + 2] += start[e + 1];
+    for (int64_t i = 0; i < choices; i++) list[start[expert[i] + 1]++] = (int32_t)i;
+}
+
+static void moe(const Layer *a, const Work *k, Team *team, float *normed, float *scratch) {
     int64_t rows = k->batch * k->tokens, E = a->experts, F = a->expert_hidden, L = a->expert_width;
-    int64_t S = a->outs[3], W = E + a->outs[1] + S, K = a->chosen, D = k->width, begin, end, at = 0;
+    int64_t S = a->outs[3], W = E + a->outs[1] + S, K = a->chosen, D = k->width, begin, end;
     rms(k->x, a->norm, a->eps, rows, D, normed);
-    for (int m = 0; m < 4; m += m == 1 ? 2 : 1) { /* router, latent down, shared up */
-        if (!a->w[m]) continue;
-        share(a->outs[m], 4, me, team->threads, &begin, &end);
-        dense(normed, D, k->wide + at, W, rows, a->w[m], a->bias[m], D, begin, end, m == 3 ? RELU2 : STORE);
-        at += a->outs[m];
-    }
-    meet(team);
-    /* every thread routes for itself, all experts then by a slice of their rows */
-    int32_t *expert = (int32_t *)scratch;
-    float *weight = scratch + rows * K, *gate = weight + rows * K;
+    PHASE(0, team->pieces, {
+        float *to = k->wide;
+        for (int m = 0; m < 4; m++) { /* router, latent down, shared up */
+            if (m == 2 || !a->w[m]) continue;
+            share(a->outs[m], 4, piece, all_, &begin, &end);
+            dense(normed, D, to, W, rows, a->w[m], a->bias[m], D, begin, end, m == 3 ? RELU2 : STORE);
+            to += a->outs[m];
+        }
+    });
+    /* every thread routes for itself: cheaper than to wait for one that does */
+    int32_t *expert = (int32_t *)scratch, *list = expert + rows * K, *start = list + rows * K;
+    float *weight = (float *)(start + E + 2), *gate = weight + rows * K;
     for (int64_t i = 0; i < rows; i++) {
         memcpy(gate, k->wide + i * W, E * sizeof(float));
         route(a, gate, expert + i * K, weight + i * K);
     }
+    by_expert(expert, rows * K, E, start, list);
     const float *in[MOST_ROWS];
     float *out[MOST_ROWS], each[MOST_ROWS];
     for (int down = 0; down < 2; down++) {
-        share(down ? L : F, 4, me, team->threads, &begin, &end);
-        if (down)
-            for (int64_t i = 0; i < rows; i++) memset(k->mixed + i * L + begin, 0, (end - begin) * sizeof(float));
-        for (int64_t e = 0; e < E; e++) {
-            int64_t count = 0;
-            for (int64_t i = 0; i < rows; i++)
-                for (int64_t c = 0; c < K; c++) {
-                    if (expert[i * K + c] != e) continue;
-                    float *h = k->hidden + (i * K + c) * F;
-                    const float *x = a->w[1] ? k->wide + i * W + E : normed + i * D;
-                    in[count] = down ? h : x;
-                    out[count] = down ? k->mixed + i * L : h;
-                    each[count++] = weight[i * K + c];
+        PHASE(1 + down, team->pieces, {
+            share(down ? L : F, 4, piece, all_, &begin, &end);
+            for (int64_t i = 0; down && i < rows; i++)
+                memset(k->mixed + i * L + begin, 0, (end - begin) * sizeof(float));
+            for (int64_t e = 0; e < E; e++) {
+                int64_t count = start[e + 1] - start[e];
+                for (int64_t n = 0; n < count; n++) {
+                    int64_t choice = list[start[e] + n];
+                    int64_t row = choice / K;
+                    float *h = k->hidden + choice * F;
+                    in[n] = down ? h : a->w[1] ? k->wide + row * W + E : normed + row * D;
+                    out[n] = down ? k->mixed + row * L : h;
+                    each[n] = weight[choice];
                 }
-            if (count && down)
-                product(in, out, each, count, a->expert_down + e * L * F, NULL, F, begin, end, ADD_WEIGHED);
-            else if (count)
-                product(in, out, NULL, count, a->expert_up + e * F * L, NULL, L, begin, end, RELU2);
-        }
-        meet(team);
+                if (count && down)
+                    product(in, out, each, count, a->expert_down + e * L * F, NULL, F, begin, end, ADD_WEIGHED);
+                else if (count)
+                    product(in, out, NULL, count, a->expert_up + e * F * L, NULL, L, begin, end, RELU2);
+            }
+        });
     }
-    share(D, 4, me, team->threads, &begin, &end);
-    if (a->w[2]) dense(k->mixed, L, k->x, D, rows, a->w[2], a->bias[2], L, begin, end, ADD);
-    else
-        for (int64_t i = 0; i < rows; i++)
+    PHASE(3, team->pieces, {
+        share(D, 4, piece, all_, &begin, &end);
+        if (a->w[2]) dense(k->mixed, L, k->x, D, rows, a->w[2], a->bias[2], L, begin, end, ADD);
+        for (int64_t i = 0; !a->w[2] && i < rows; i++)
             for (int64_t d = begin; d < end; d++) k->x[i * D + d] += k->mixed[i * L + d];
-    if (a->w[4]) dense(k->wide + W - S, W, k->x, D, rows, a->w[4], a->bias[4], S, begin, end, ADD);
-    meet(team);
+        if (a->w[4]) dense(k->wide + W - S, W, k->x, D, rows, a->w[4], a->bias[4], S, begin, end, ADD);
+    });
 }
 
-static void mlp(const Layer *a, const Work *k, Team *team, int me, float *normed) {
+static void mlp(const Layer *a, const Work *k, Team *team, float *normed) {
     int64_t rows = k->batch * k->tokens, S = a->outs[0], begin, end;
     rms(k->x, a->norm, a->eps, rows, k->width, normed);
-    share(S, 4, me, team->threads, &begin, &end);
-    dense(normed, k->width, k->wide, S, rows, a->w[0], a->bias[0], k->width, begin, end, RELU2);
-    meet(team);
-    share(k->width, 4, me, team->threads, &begin, &end);
-    dense(k->wide, S, k->x, k->width, rows, a->w[1], a->bias[1], S, begin, end, ADD);
-    meet(team);
+    PHASE(0, team->pieces, {
+        share(S, 4, piece, all_, &begin, &end);
+        dense(normed, k->width, k->wide, S, rows, a->w[0], a->bias[0], k->width, begin, end, RELU2);
+    });
+    PHASE(1, team->pieces, {
+        share(k->width, 4, piece, all_, &begin, &end);
+        dense(k->wide, S, k->x, k->width, rows, a->w[1], a->bias[1], S, begin, end, ADD);
+    });
 }
 
-static void work(const Layer *layers, int64_t count, const Work *k, Team *team, int me) {
+static void work(const Layer *layers, int64_t count, const Work *k, Phase *phases, int me, int threads) {
     float *normed = k->normed + me * k->normed_size, *scratch = k->scratch + me * k->scratch_size;
-    for (const Layer *a = layers; a < layers + count; a++) {
-        if (a->kind == MAMBA) mamba(a, k, team, me, normed, scratch);
-        else if (a->kind == ATTENTION) attention(a, k, team, me, normed, scratch);
-        else if (a->kind == MOE) moe(a, k, team, me, normed, scratch);
-        else mlp(a, k, team, me, normed);
+    Team team_ = {threads > 1 ? threads * PIECES : 1, phases}, *team = &team_;
+    for (const Layer *a = layers; a < layers + count; a++, team->phase += PHASES) {
+        if (a->kind == MAMBA) mamba(a, k, team, normed, scratch);
+        else if (a->kind == ATTENTION) attention(a, k, team, normed, scratch);
+        else if (a->kind == MOE) moe(a, k, team, normed, scratch);
+        else mlp(a, k, team, normed);
     }
 }
 
 void run_layers(const Layer *layers, int64_t count, const Work *k, int64_t threads) {
-    Team team = {1};
+    for (int64_t first = 0, many; first < count; first += many) {
+        Phase phases[AT_ONCE * PHASES];
+        memset(phases, 0, sizeof phases);
+        many = count - first > AT_ONCE ? AT_ONCE : count - first;
 #ifdef _OPENMP
 #pragma omp parallel num_threads((int)threads)
-    {
-#pragma omp single
-        team.threads = omp_get_num_threads();
-        work(layers, count, k, &team, omp_get_thread_num());
-    }
+        work(layers + first, many, k, phases, omp_get_thread_num(), omp_get_num_threads());
 #else
-    work(layers, count, k, &team, 0);
+        work(layers + first, many, k, phases, 0, 1);
 #endif
+    }
 }
 
 /* y [rows, outs] = x [rows, k] w^T, for the head. */
 void few_rows(const float *x, float *y, int64_t rows, const float *w, int64_t k, int64_t outs, int64_t threads) {
+    Phase phase;
+    memset(&phase, 0, sizeof phase);
 #ifdef _OPENMP
 #pragma omp parallel num_threads((int)threads)
 #endif
     {
-        int me = 0, all = 1;
-#ifdef _OPENMP
-        me = omp_get_thread_num(), all = omp_get_num_threads();
-#endif
-        int64_t begin, end;
-        share(outs, 4, me, all, &begin, &end);
-        dense(x, k, y, outs, rows, w, NULL, k, begin, end, STORE);
+        int64_t begin, end, pieces = threads > 1 ? threads * PIECES : 1;
+        Team team_ = {pieces, &phase}, *team = &team_;
+        PHASE(0, pieces, {
+            share(outs, 4, piece, all_, &begin, &end);
+            dense(x, k, y, outs, rows, w, NULL, k, begin, end, STORE);
+        });
     }
 }
