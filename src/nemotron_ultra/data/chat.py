@@ -66,9 +66,12 @@ class ChatTemplate:
         self._close = (self._unthink,)
         self.stop_ids = tuple(dict.fromkeys((self._end, tokenizer.eos_id)))
         newline, opening = tuple(tokenizer.encode("\n")), (start, *tokenizer.encode("assistant\n"), think)
-        self._start, self._after = (start,), newline
+        self._start, self._after = (start,), (newline, False)
+        self._stop = {trained: ((self._end,), trained) for trained in (False, True)}
         self._turn_end, self._forced_close = (self._end, *newline), (*newline, self._unthink)
         self._opening = {False: (*opening, self._unthink), True: (*opening, *newline)}
+        self._opens = {thinking: (ids, False) for thinking, ids in self._opening.items()}
+        self._given, self._given_end = (self._start, False), (self._turn_end, False)
         self._tool = {text: _id_or_text(tokenizer, text) for text in _TOOL_MARKERS}
         self._cut = _spellings_read_in_text(tokenizer)
         self.hash = self._digest()
@@ -164,16 +167,16 @@ class ChatTemplate:
                 self._system(content, view, out)
             else:
                 wishes = self._wishes(view) if number == asked else ""
-                out += ((self._start, False), (f"user\n{content}{wishes}", False), (self._turn_end, False))
+                out += (self._given, (f"user\n{content}{wishes}", False), self._given_end)
         return out if self._cut is None else _apart(out, self._cut)
 
     def _answer(self, message: Mapping[str, Any], number: int, view: View, out: list[Segment]) -> None:
         trained, content = number in view.trained, message["content"]
         thoughts = message.get("reasoning_content", "")
         if not view.thinking or number < view.thoughts_from or (view.bare and not thoughts):
-            out.append((self._opening[False], False))
+            out.append(self._opens[False])
         else:
-            out.append((self._opening[True], False))
+            out.append(self._opens[True])
             if "reasoning_truncated" in message:
                 # What a server forces at the budget is the newline and the tag: neither is the model's word.
                 out += ((thoughts, trained), (self._forced_close, trained and view.close))
@@ -184,7 +187,7 @@ class ChatTemplate:
             out += [(piece, trained) for piece in self._calls(content, message["tool_calls"])]
         elif content:
             out.append((content, trained))
-        out += (((self._end,), trained), (self._after, False))
+        out += (self._stop[trained], self._after)
 
     def _calls(self, content: str, calls: Sequence[Mapping[str, Any]]) -> list[str | tuple[int, ...]]:
         pieces: list[str | tuple[int, ...]] = ["\n" if content == "\n" else content + "\n"]

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 ROLES = ("system", "user", "assistant", "tool")
-_ALIASES = {"developer": "system"}
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _THOUGHTS = re.compile(r"\s*<think>\n?(.*?)\n?</think>\s*(.*)", re.DOTALL)
 
@@ -59,10 +58,11 @@ def read_conversation(
     given, share = row.get(messages_field), False
     if given is None and row.get("conversations") is not None:
         given, share = row["conversations"], True
-    messages = [
-        _inline_thoughts(normal_message(_from_sharegpt(message) if share else message, number), number)
-        for number, message in enumerate(_listed(given, messages_field, "bad messages"))
-    ]
+    messages = []
+    for number, message in enumerate(_listed(given, messages_field, "bad messages")):
+        normal = normal_message(_from_sharegpt(message) if share else message, number)
+        thinks = normal["role"] == "assistant" and "<think>" in normal["content"][:64]
+        messages.append(_inline_thoughts(normal, number) if thinks else normal)
     if not messages:
         raise RowDropped("no messages", f"no messages under {messages_field!r}")
     _check_order(messages)
@@ -71,10 +71,10 @@ def read_conversation(
 
 def normal_message(message: Any, number: int) -> dict[str, Any]:
     """One message in the form of Conversation; `number` is its place. Raises RowDropped."""
-    if not isinstance(message, Mapping):
+    if type(message) is not dict and not isinstance(message, Mapping):
         raise RowDropped("bad messages", f"message {number} is no object; got {type(message).__name__}")
     role = message.get("role")
-    role = _ALIASES.get(role, role) if isinstance(role, str) else role
+    role = "system" if role == "developer" else role
     if role not in ROLES:
         allowed = ", ".join(ROLES)
         raise RowDropped(
@@ -127,6 +127,8 @@ def _listed(given: Any, field: str, reason: str) -> Sequence[Any]:
             given = json.loads(given)
         except ValueError as error:
             raise RowDropped(reason, f"{field} is text but not JSON; got {error}") from error
+    if type(given) is list:
+        return given
     if given is None:
         raise RowDropped("no messages" if reason == "bad messages" else reason, f"no {field!r} in the row")
     if isinstance(given, Mapping | str | bytes) or not isinstance(given, Sequence):
@@ -201,9 +203,7 @@ def _from_sharegpt(turn: Any) -> Any:
 def _inline_thoughts(message: dict[str, Any], number: int) -> dict[str, Any]:
     """<think>thoughts</think>answer -> thoughts and answer, where the thoughts do not come by themselves."""
     content = message["content"]
-    if message["role"] != "assistant" or "<think>" not in content[:64] or message.get("reasoning_content"):
-        return message
-    if not content.lstrip().startswith("<think>"):
+    if message.get("reasoning_content") or not content.lstrip().startswith("<think>"):
         return message
     found = _THOUGHTS.fullmatch(content)
     if found is None:
