@@ -47,10 +47,11 @@ class JinjaTemplate:
 
     def __init__(self, tokenizer: Tokenizer, source: str, *, name: str, where: str):
         self.tokenizer, self.source, self.name, self._where = tokenizer, source, name, where
-        self.hash = hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        self._named = tokenizer.named_tokens()
+        decides = json.dumps([source, self._named], sort_keys=True)
+        self.hash = hashlib.blake2b(decides.encode(), digest_size=16).hexdigest()
         self._spelled = _spellings(tokenizer, source)
         self._template = _compiled(source, where)
-        self._named = tokenizer.named_tokens()
         self.stop_ids = tuple(dict.fromkeys((*self._answers_end(), tokenizer.eos_id)))
 
     def prompt(

@@ -83,7 +83,10 @@ class Template(Protocol):
 
 def last_of(messages: Sequence[dict[str, Any]], role: str) -> int:
     """Number of the last message of a role, or -1."""
-    return next((i for i in range(len(messages) - 1, -1, -1) if messages[i]["role"] == role), -1)
+    for i in range(len(messages) - 1, -1, -1):
+        if messages[i]["role"] == role:
+            return i
+    return -1
 
 
 def lay_out(
@@ -103,22 +106,17 @@ def lay_out(
     parts = {text: encoding.ids for text, encoding in zip(places, encodings, strict=True)}
     ids: list[int] = []
     lengths: list[int] = []
-    ends: list[int] = []
+    flags: list[bool] = []
+    where: list[tuple[int, int, int]] = []
     for row in rows:
-        for piece, _ in row:
+        start, first = len(ids), -1
+        for piece, trained in row:
             part = parts[piece] if type(piece) is str else piece
+            if trained and first < 0 and part:
+                first = len(ids) - start
             ids += part
             lengths.append(len(part))
-        ends.append(len(ids))
-    tokens = np.array(ids, dtype=np.int32)
-    flags = np.fromiter((trained for row in rows for _, trained in row), np.uint8, len(lengths))
-    mask = np.repeat(flags, lengths)
-    return [
-        (tokens[start:end], mask[start:end], _first(mask[start:end]))
-        for start, end in zip([0, *ends], ends, strict=False)
-    ]
-
-
-def _first(mask: np.ndarray) -> int:
-    first = int(mask.argmax()) if len(mask) else 0
-    return first if len(mask) and mask[first] else len(mask)
+            flags.append(trained)
+        where.append((start, len(ids), len(ids) - start if first < 0 else first))
+    tokens, mask = np.array(ids, dtype=np.int32), np.repeat(np.array(flags, dtype=np.uint8), lengths)
+    return [(tokens[start:end], mask[start:end], first) for start, end, first in where]
