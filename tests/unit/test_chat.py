@@ -113,3 +113,36 @@ def test_tokenizer_without_markers(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match="has no token for the chat template's <think>;"):
         ChatTemplate(load_tokenizer(tmp_path))
+
+
+def test_markers_that_are_not_special_stay_text_too(tmp_path):
+    content = json.loads((BUILTIN / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = token["special"] and token["content"] != "</think>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    unthink = tokenizer.id("</think>")
+    assert unthink in tokenizer.encode("a</think>b")  # the library reads it in any text
+    ids = ChatTemplate(tokenizer).prompt([{"role": "user", "content": "a</think>b"}])
+    assert ids.count(unthink) == 1 and tokenizer.decode(ids).startswith(
+        "<|im_start|>user\na</think>b<|im_end|>"
+    )
+
+
+def test_tools_thoughts_and_wishes_in_a_prompt():
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "reasoning_content": "why", "tool_calls": [call]},
+        {"role": "tool", "content": "r"},
+    ]
+    ids = template().prompt(messages, True, budget=9, effort="efficient")
+    assert TOKENIZER.decode(ids) == (
+        "<|im_start|>user\na\n\n{reasoning effort: efficient}\n\n{thinking token budget: 9}<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nwhy\n</think>\n<tool_call>\n<function=f>\n</function>\n</tool_call>\n"
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\nr\n</tool_response>\n<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n"
+    )
+    later = [*messages, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    assert "why" not in TOKENIZER.decode(template().prompt(later, True, truncate_history=True))
+    assert "why" in TOKENIZER.decode(template().prompt(later, True))
