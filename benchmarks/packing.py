@@ -66,7 +66,7 @@ def real(megabytes: int, chats: int) -> dict[str, np.ndarray]:
             pair = [("user", row["question"]), ("assistant", str(row["answer"]))]
             messages = [{"role": role, "content": content} for role, content in pair]
             lengths.append(len(template.conversation(messages).tokens))
-    text_n, chat_n = np.array([len(e) for e in encoded]), np.array(lengths)
+    text_n, chat_n = np.array([len(e) for e in encoded if len(e)]), np.array(lengths)
     mixed = np.random.default_rng(SEED).permutation(np.concatenate([text_n, chat_n]))
     return {"text": text_n, "chats": chat_n, "mixture": mixed}
 
@@ -117,8 +117,8 @@ def trl(lengths: np.ndarray, most: int) -> Work:
     lengths = lengths[lengths <= most]  # it would cut them
     chunks = []
     for start in range(0, len(lengths), TRL_BATCH):
-        offsets = np.cumsum([0, *lengths[start : start + TRL_BATCH]], dtype=np.int32)
-        chunks.append(pa.ListArray.from_arrays(pa.array(offsets), pa.nulls(int(offsets[-1]))))
+        offsets = np.cumsum([0, *lengths[start : start + TRL_BATCH]], dtype=np.int64)
+        chunks.append(pa.LargeListArray.from_arrays(pa.array(offsets), pa.nulls(int(offsets[-1]))))
     table = datasets.Dataset(pa.table({"input_ids": pa.chunked_array(chunks)}))
     return lambda: len(pack_dataset(table, most, "bfd", {"keep_in_memory": True}))
 
@@ -188,7 +188,7 @@ def compare(name: str, source: str, most: int, arguments: argparse.Namespace) ->
         rate = row["items"] / row["seconds"]
         fill = f"fill {row['fill']:8.3%}  {row['packs']:9,} packs"
         print(f"  {packer:<9}{fill}  {rate:11,.0f} a CPU-second  {row['peak']:7,.0f} MB", flush=True)
-    if "trl" in rows:
+    if {"ours", "trl"} <= rows.keys():
         mine, theirs = rows["ours"], rows["trl"]
         speed, memory = theirs["seconds"] / mine["seconds"], theirs["peak"] / mine["peak"]
         more = mine["fill"] - theirs["fill"]
