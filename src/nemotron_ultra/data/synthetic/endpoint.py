@@ -152,9 +152,10 @@ class Endpoint:
         with self._lock:
             self._failures += 1
             failures = self._failures
-        if failures >= max(ROW_OF_FAILURES, 2 * self.options.concurrency):
+        most = max(ROW_OF_FAILURES, 2 * self.options.concurrency)
+        if failures >= most:
             raise BackendError(
-                f"{self.options.url}: {failures} requests in a row without an answer",
+                f"{self.options.url}: {most} requests in a row without an answer",
                 got=f"{what}: {detail}",
                 do="look at the server, raise --timeout or lower --concurrency; the same command goes on",
             )
