@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from nemotron_ultra.ops import decode_kernels
 from nemotron_ultra.ops.attention import causal_attention
 from nemotron_ultra.ops.cross_entropy import linear_cross_entropy
 from nemotron_ultra.ops.experts import routed_experts
 from nemotron_ultra.ops.mamba_interior import mamba_interior
+from nemotron_ultra.ops.step import ssd_step
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,18 @@ TABLE = (
         letters="",
         why="head in chunks of tokens, gradient made in the forward",
         passed_over="logits of all tokens (holds [T, V] three times)",
+    ),
+    Backend(
+        op="decode",
+        name="compiled" if decode_kernels.compiler() else "torch",
+        function=decode_kernels.run_layers if decode_kernels.compiler() else ssd_step,
+        letters="",
+        why=(
+            "consecutive float32 layers on a CPU in one call, weights read once; other layers by torch"
+            if decode_kernels.compiler()
+            else "no C compiler (CC, cc, gcc, clang) on this machine"
+        ),
+        passed_over="one function of torch an operation (2 to 4 x the time of a step)",
     ),
 )
 

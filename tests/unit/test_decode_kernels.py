@@ -1,0 +1,161 @@
+"""The compiled decode step against the functions of torch, and when it has to stand back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from micro import micro_model
+from nemotron_ultra.config.precision import PrecisionConfig, PrecisionRule
+from nemotron_ultra.generation import generate
+from nemotron_ultra.model.cache import Cache
+from nemotron_ultra.model.hybrid import HybridLM, apply_head
+from nemotron_ultra.ops import decode_kernels as kernels
+from nemotron_ultra.precision.apply import apply_policy
+
+WIDE = dict(
+    hidden_size=64, mamba_num_heads=6, mamba_head_dim=12, ssm_state_size=20, n_groups=3, conv_kernel=3
+)
+CHANGES = [
+    {},
+    WIDE | {"pattern": "M*M"},
+    {"pattern": "MEE", "n_routed_experts": 12, "num_experts_per_tok": 5, "norm_topk_prob": False},
+    {"pattern": "E*", "moe_latent_size": 0, "moe_shared_expert_intermediate_size": 0},
+    {"pattern": "*-", "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10},
+    {"use_bias": True, "mlp_bias": True, "time_step_limit": (0.02, 0.05)},
+    {"pattern": "ME", "n_routed_experts": 8, "n_group": 4, "topk_group": 2},  # E by torch, M compiled
+]
+
+needs_compiler = pytest.mark.skipif(kernels.library() is None, reason="no C compiler here")
+
+
+@pytest.fixture
+def torch_only(monkeypatch):
+    """Call it to decode without the kernels from then on."""
+
+    def leave() -> None:
+        monkeypatch.setattr(kernels, "library", lambda: None)
+
+    return leave
+
+
+def drawn(**changes) -> HybridLM:
+    """Every parameter away from 0 and 1, corrections of the router too."""
+    model, draw = micro_model(**changes), torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.ndim == 1 and "A_log" not in name:
+                tensor.add_(torch.randn(tensor.shape, generator=draw) * 0.2)
+    return model
+
+
+def run(model: HybridLM, rows: int) -> tuple[list[torch.Tensor], Cache]:
+    """Hidden states of steps and extends on prompts of different lengths."""
+    lengths = [1 + 3 * row % 7 for row in range(rows)]
+    draw = torch.Generator().manual_seed(rows)
+    tokens_T = torch.randint(3, 64, (sum(lengths),), generator=draw)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    _, cache = model.prefill(tokens_T, bounds, 30)
+    found = [model.step(torch.randint(3, 64, (rows,), generator=draw), cache)]
+    found.append(model.extend(torch.randint(3, 64, (rows, 4), generator=draw), cache))
+    cache.commit([row % 5 for row in range(rows)])
+    found += [model.step(torch.randint(3, 64, (rows,), generator=draw), cache) for _ in range(4)]
+    return found, cache
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda c: c.get("pattern", "all"))
+def test_same_as_torch(changes, rows, threads, torch_only):
+    model, before = drawn(**changes), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        found, cache = run(model, rows)
+    finally:
+        torch.set_num_threads(before)
+    assert any(fast for _, _, fast in cache.plan.segments)
+    torch_only()
+    expected, plain = run(model, rows)
+    assert plain.plan is None
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).abs().max() < 2e-5 * max(1.0, other.abs().max().item())
+
+
+@needs_compiler
+def test_the_head_of_few_rows():
+    model = drawn(vocab_size=67)
+    for rows in (1, 3, 8):
+        hidden_BD = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
+        assert torch.allclose(
+            model.next_logits(hidden_BD), apply_head(hidden_BD, model.lm_head.weight), atol=1e-5
+        )
+
+
+@needs_compiler
+def test_new_weights_are_used_at_once_wherever_they_lie():
+    """Values copied in between two steps, and a parameter whose memory is another one."""
+    model, other = drawn(), micro_model()
+    other.init_weights(9)
+    _, cache = run(model, 2)
+    _, reference = run(other, 2)
+    model.load_state_dict(other.state_dict())
+    moved = model.backbone.layers[0].mixer.in_proj.weight
+    moved.data = moved.data.clone()
+    tokens_B = torch.tensor([5, 9])
+    for state, source in zip(cache.layers, reference.layers, strict=True):
+        for home, tensor in zip(*(s.tensors() if s else [] for s in (state, source)), strict=True):
+            home.copy_(tensor)
+    assert torch.equal(model.step(tokens_B, cache), other.step(tokens_B, reference))
+
+
+@needs_compiler
+def test_float64_and_small_states_are_left_to_torch():
+    _, cache = run(micro_model(torch.float64), 2)
+    assert [fast for *_, fast in cache.plan.segments] == [False]
+    model = micro_model()
+    half = model.new_cache(1, 9, "fp16_sr")
+    half.admit_new(1)
+    model.step(torch.tensor([5]), half)
+    assert half.plan.segments == [(0, 1, False), (1, 5, True)]
+
+
+@needs_compiler
+def test_a_precision_policy_keeps_its_products(torch_only):
+    """Routed experts in MXFP8: those layers run by themselves, and results are those of torch."""
+    changes = {"moe_latent_size": 32, "moe_intermediate_size": 32}
+    precision = PrecisionConfig(
+        name="experts", default="fp32", rules=[PrecisionRule(match="*.experts", format="mxfp8")]
+    )
+    model, plain = drawn(**changes), drawn(**changes)
+    for one in (model, plain):
+        for name, parameter in one.named_parameters():
+            parameter.data.mul_(8 if "mixer.experts" in name or "fc" in name else 1)
+    apply_policy(model, precision)
+    found, cache = run(model, 3)
+    assert cache.plan.segments == [(0, 1, True), (1, 2, False), (2, 4, True), (4, 5, False)]
+    assert (found[-1] - run(plain, 3)[0][-1]).abs().max() > 1e-4
+    torch_only()
+    assert (found[-1] - run(model, 3)[0][-1]).abs().max() < 0.05  # roundings to 8 bits may fall otherwise
+
+
+def test_without_a_compiler_and_with_the_switch_torch_decodes(monkeypatch):
+    for name, value in ((kernels.SWITCH, "torch"), ("PATH", "")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            patch.delenv("CC", raising=False)
+            kernels.library.cache_clear()
+            assert kernels.library() is None
+            assert len(generate(micro_model(), [[5, 6]], 3)[0].tokens) == 3
+    kernels.library.cache_clear()
+
+
+@needs_compiler
+def test_a_compiler_that_fails_is_a_warning(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernels, "FLAGS", ("-no-such-flag",))
+    kernels.library.cache_clear()
+    with pytest.warns(UserWarning, match="decoding uses torch: decode.c did not compile.*no-such-flag"):
+        assert kernels.library() is None
+    kernels.library.cache_clear()
+    assert list((tmp_path / "nemotron_ultra").iterdir()) == []
