@@ -302,7 +302,10 @@ def test_another_tokenizer_in_an_unfinished_folder(tmp_path, monkeypatch, capsys
         (["a=bad.parquet"], "bad.parquet is not a parquet file"),
         (["a=text.parquet"], "text.parquet has no column 'messages'; allowed: text; name it with"),
         (["a=good.jsonl", "--max-length", "4"], "nothing to train on; got 2 conversations"),
-        (["a=good.jsonl", "--max-length", "4", "--on-overlong", "error"], "good.jsonl:1: 64 tokens: prompt longer"),
+        (
+            ["a=good.jsonl", "--max-length", "4", "--on-overlong", "error"],
+            "good.jsonl:1: 64 tokens: prompt longer",
+        ),
         (["a=good.jsonl", "--window", "99", "--pool-size", "9"], "window is longer than twice the pool"),
         (["a=good.jsonl", "--strip-share", "0.7", "--effort-share", "0.7"], "together at most 1"),
         (["a=good.jsonl", "--template", "nowhere.jinja"], "nowhere.jinja"),
@@ -368,4 +371,6 @@ def test_the_summary_names_what_to_run_next(tmp_path, capsys):
     prepared(tmp_path / "out", f"a={path}", "--valid-fraction", "0")
     out = capsys.readouterr().out
     assert "valid is empty: use a larger --valid-fraction" in out and "% trained  fill " in out
-    assert f"recipe=sft data=packs data.packs={tmp_path / 'out'} data.sequence_length=256" in out
+    assert (
+        f"recipe=sft data=packs trainer=packs data.packs={tmp_path / 'out'} data.sequence_length=256" in out
+    )

@@ -38,6 +38,7 @@ to it. cap: at most so many are taken. A blend file (.yaml, .json) says the same
 The same command again goes on where it was stopped, and says so where it was finished.
 """
 LATE = 0.99  # a source that runs out after this is told of as if it had not
+SIZES = ("max-length", "shard-tokens", "group-tokens")
 TRAIN = "python -m nemotron_ultra.train recipe=sft"
 
 
@@ -147,8 +148,9 @@ def summary(out: Path, manifest: dict[str, Any], was_there: bool, resumed: int) 
     tokenizer = manifest["tokenizer"]["name"]
     options = "" if tokenizer == "builtin" else f" data.tokenizer={tokenizer}"
     length = manifest["packer"]["max_length"]
+    where = f"data=packs trainer=packs data.packs={out}"
     lines.append(f"look at the masks: python -m nemotron_ultra.prep preview {out}")
-    lines.append(f"train on it: {TRAIN} data=packs data.packs={out} data.sequence_length={length}{options}")
+    lines.append(f"train on it: {TRAIN} {where} data.sequence_length={length}{options}")
     return lines
 
 
@@ -229,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     _mask_options(parser.add_argument_group("what is shown and trained"))
     _packing_options(parser.add_argument_group("packing"))
     part = f"bytes of input that a worker does at a time ({PART_BYTES})"
-    parser.add_argument("--part-bytes", type=whole_number, default=PART_BYTES, metavar="N", help=part)
+    parser.add_argument("--part-bytes", type=positive, default=PART_BYTES, metavar="N", help=part)
     workers = "processes; 0 is one per core (0)"
     parser.add_argument("--workers", type=whole_number, default=0, metavar="N", help=workers)
     return parser
@@ -286,7 +288,13 @@ def _packing_options(group: Any) -> None:
         ("shard-tokens", known.shard_tokens, "tokens of a file"),
         ("group-tokens", known.group_tokens, "tokens of a row group"),
     ):
-        add(f"--{name}", type=whole_number, default=default, metavar="N", help=f"{what} ({default})")
+        add(
+            f"--{name}",
+            type=positive if name in SIZES else whole_number,
+            default=default,
+            metavar="N",
+            help=f"{what} ({default})",
+        )
     add(
         "--on-overlong",
         choices=("drop", "error"),
@@ -295,6 +303,13 @@ def _packing_options(group: Any) -> None:
     )
     ended = "what happens when a source has run out (leave-out: the others go on without it)"
     add("--when-ended", choices=("leave-out", "stop", "repeat"), default=known.ended, help=ended)
+
+
+def positive(text: str) -> int:
+    value = whole_number(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
 
 
 def _field_value(text: str) -> tuple[str, str]:
