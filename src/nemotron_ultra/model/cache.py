@@ -83,7 +83,8 @@ class MambaState:
             home[rows] = 0
 
     def commit(self, keep_B: Tensor, seen_B: Tensor) -> None:
-        assert self.pending is not None, "commit without extend"
+        if self.pending is None:  # the layer's kernel has done it
+            return
         rows = slice(0, len(keep_B))
         full_BTC, tokens = self.pending
         self.pending = None
@@ -272,6 +273,8 @@ class Cache:
         self.close()
         if self.size:
             kept_B = torch.tensor(keep, device=self._length_B.device)
+            if self.plan is not None:
+                self.plan.commit(kept_B)
             for layer in self._states():
                 layer.commit(kept_B, self.length_B)
 

@@ -26,10 +26,10 @@ from nemotron_ultra.model.mtp import MTPHead
 from nemotron_ultra.model.norm import RMSNorm
 from nemotron_ultra.model.plan import through
 from nemotron_ultra.model.router import RouterStats, Routing
-from nemotron_ultra.ops.decode_kernels import few_rows, fits, library
+from nemotron_ultra.ops import decode_kernels as kernels
 from nemotron_ultra.ops.segments import Segments
 
-FEW_ROWS = 64  # of the head: above, torch's product is as fast
+FEW_ROWS = 16  # of the head: above, torch's product is as fast
 
 
 @dataclass
@@ -229,8 +229,9 @@ class HybridLM(nn.Module):
     def next_logits(self, hidden_BD: Tensor) -> Tensor:
         """`apply_head` without gradients, fast for the few rows of a decode step."""
         weight_VD = self.lm_head.weight
-        if len(hidden_BD) <= FEW_ROWS and fits(hidden_BD, weight_VD) and library() is not None:
-            return few_rows(hidden_BD, weight_VD)
+        few = 0 < len(hidden_BD) <= FEW_ROWS and kernels.fits(hidden_BD, weight_VD)
+        if few and kernels.library() is not None:
+            return kernels.few_rows(hidden_BD, weight_VD)
         return apply_head(hidden_BD, weight_VD)
 
     def new_cache(

@@ -68,7 +68,7 @@ class DecodePlan:
         self.width = layers[0].norm.weight.shape[0] if len(layers) else 0
         self.memory: dict[tuple[int, int, int], tuple[kernels.Work, list[Tensor]]] = {}
         self.kept: dict[tuple[int, int, int], list[Tensor]] = {}
-        self.pending = False
+        self.pending, self.latest = False, kernels.Work()
 
     def is_still(self, layers: nn.ModuleList) -> bool:
         """Whether these are its layers and all tensors lie where they lay."""
@@ -77,6 +77,7 @@ class DecodePlan:
     def run(self, x_MD: Tensor, tokens: int, first: int, last: int) -> None:
         """Layers of a fast segment on x [B * tokens, D], contiguous, in place."""
         work = self._work(len(x_MD), tokens)
+        self.latest = work
         work.x, work.length = x_MD.data_ptr(), self.cache.length_B.data_ptr()
         kernels.run_layers(self.structs, first, last - first, work)
 
@@ -92,6 +93,12 @@ class DecodePlan:
             full, *rest = memory = self._pending_memory(number, rows, tokens) if tokens else (None,) * 4
             struct.full, struct.u, struct.b, struct.log_decay = map(kernels.address, memory)
             state.pending = (full, SsdTokens(*rest)) if tokens else None
+
+    def commit(self, keep_B: Tensor) -> None:
+        """`MambaState.commit` of the layers that the kernels ran."""
+        if self.pending:
+            kernels.commit_layers(self.structs, self.latest, keep_B)
+            self.pend(0, 0)
 
     def _pending_memory(self, number: int, rows: int, tokens: int) -> list[Tensor]:
         """Window and tokens [B, T, C], and the tensors of SsdTokens."""

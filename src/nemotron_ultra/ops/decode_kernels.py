@@ -91,6 +91,12 @@ def run_layers(layers: ctypes.Array[Layer], first: int, count: int, work: Work) 
     library().run_layers(start, count, ctypes.addressof(work), torch.get_num_threads())
 
 
+def commit_layers(layers: ctypes.Array[Layer], work: Work, keep_B: Tensor) -> None:
+    """The states of all layers with pending tokens take in the first keep_B[b], int64, of row b."""
+    start, threads = ctypes.addressof(layers), torch.get_num_threads()
+    library().commit_layers(start, len(layers), ctypes.addressof(work), keep_B.data_ptr(), threads)
+
+
 def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -121,7 +127,8 @@ def _loaded(command: str) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     found.run_layers.argtypes = [c_void_p, c_int64, c_void_p, c_int64]
     found.few_rows.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64]
-    found.run_layers.restype = found.few_rows.restype = None
+    found.commit_layers.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64]
+    found.run_layers.restype = found.commit_layers.restype = found.few_rows.restype = None
     return found
 
 

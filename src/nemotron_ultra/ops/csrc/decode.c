@@ -13,6 +13,9 @@
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -112,10 +115,20 @@ static inline float exp1(float x) {
 
 static inline float sigmoid1(float x) { return 1.0f / (1.0f + exp1(-x)); }
 
-static inline float sum8(v8 a) {
-    float s = 0;
-    for (int i = 0; i < 8; i++) s += a[i];
-    return s;
+/* out[j] = sum of the eight numbers of a[j], for 1 or 4 of them. */
+static inline void sums(const v8 *a, int many, float *out) {
+#ifdef __AVX__
+    if (many == 4) {
+        __m256 low = _mm256_hadd_ps((__m256)a[0], (__m256)a[1]), high = _mm256_hadd_ps((__m256)a[2], (__m256)a[3]);
+        __m256 both = _mm256_hadd_ps(low, high);
+        _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1)));
+        return;
+    }
+#endif
+    for (int j = 0; j < many; j++) {
+        out[j] = 0;
+        for (int i = 0; i < 8; i++) out[j] += a[j][i];
+    }
 }
 
 #define AHEAD 4 /* rows of the matrix that are fetched before they are needed */
@@ -136,12 +149,11 @@ static inline float sum8(v8 a) {
                 for (int j = 0; j < R; j++) acc[i][j] += row * column[j];                                 \
             }                                                                                             \
         }                                                                                                 \
-        for (int i = 0; i < M; i++)                                                                       \
-            for (int j = 0; j < R; j++) {                                                                 \
-                float s = sum8(acc[i][j]);                                                                \
-                for (int64_t t = p; t < k; t++) s += x[i][t] * w[j * k + t];                              \
-                out[i][j] = s;                                                                            \
-            }                                                                                             \
+        for (int i = 0; i < M; i++) {                                                                     \
+            sums(acc[i], R, out[i]);                                                                      \
+            for (int64_t t = p; t < k; t++)                                                               \
+                for (int j = 0; j < R; j++) out[i][j] += x[i][t] * w[j * k + t];                          \
+        }                                                                                                 \
     }
 TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(1, 1) TILE(2, 1) TILE(3, 1)
 
@@ -474,6 +486,49 @@ void run_layers(const Layer *layers, int64_t count, const Work *k, int64_t threa
         work(layers + first, many, k, phases, 0, 1);
 #endif
     }
+}
+
+/* The state and window of one (sequence, group) take in the first `keep` pending tokens. */
+static void commit_group(const Layer *a, const Work *k, int64_t b, int64_t g, int64_t keep) {
+    int64_t inner = a->heads * a->head_dim, X = inner / a->groups, N = a->columns, before = a->taps - 1;
+    int64_t channels = inner + 2 * a->groups * N, total = before + k->tokens, per = a->heads / a->groups;
+    int64_t first[3] = {g * X, inner + g * N, inner + a->groups * N + g * N}, many[3] = {X, N, N};
+    if (!keep) return;
+    for (int s = 0; s < 3; s++)
+        for (int64_t j = 0; j < before; j++)
+            memcpy(a->window + (b * before + j) * channels + first[s],
+                   a->full + (b * total + keep + j) * channels + first[s], many[s] * sizeof(float));
+    const float *log_decay = a->log_decay + b * k->tokens * a->heads + g * per, *B = a->b + (b * k->tokens * a->groups + g) * N;
+    const float *end = log_decay + (keep - 1) * a->heads;
+    float *u = a->u + b * k->tokens * inner + g * X, *state = a->state + (b * a->groups + g) * N * X;
+    for (int64_t t = 0; t < keep; t++)
+        for (int64_t h = 0; h < per; h++) {
+            float rest = expf(end[h] - log_decay[t * a->heads + h]);
+            for (int64_t p = h * a->head_dim; p < (h + 1) * a->head_dim; p++) u[t * inner + p] *= rest;
+        }
+    for (int64_t n = 0; n < N; n++, state += X) {
+        for (int64_t h = 0; h < per; h++) {
+            float decay = expf(end[h]);
+            for (int64_t p = h * a->head_dim; p < (h + 1) * a->head_dim; p++) state[p] *= decay;
+        }
+        for (int64_t t = 0; t < keep; t++) {
+            float weight = B[t * a->groups * N + n];
+            for (int64_t p = 0; p < X; p++) state[p] += weight * u[t * inner + p];
+        }
+    }
+}
+
+/* For all Mamba layers with pending tokens. */
+void commit_layers(const Layer *layers, int64_t count, const Work *k, const int64_t *keep, int64_t threads) {
+#ifdef _OPENMP
+#pragma omp parallel for collapse(2) num_threads((int)threads) schedule(dynamic)
+#endif
+    for (int64_t layer = 0; layer < count; layer++)
+        for (int64_t b = 0; b < k->batch; b++) {
+            const Layer *a = layers + layer;
+            for (int64_t g = 0; a->kind == MAMBA && a->full && g < a->groups; g++)
+                commit_group(a, k, b, g, keep[b]);
+        }
 }
 
 /* y [rows, outs] = x [rows, k] w^T, for the head. */
