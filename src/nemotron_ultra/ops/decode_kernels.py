@@ -66,7 +66,9 @@ class Work(ctypes.Structure):
 
 
 def compiler() -> str | None:
-    """Path of the C compiler that would be used."""
+    """Path of the C compiler that would be used, on a POSIX system."""
+    if os.name != "posix":
+        return None
     names = (os.environ.get("CC", ""), "cc", "gcc", "clang")
     return next((found for name in names if name and (found := shutil.which(name))), None)
 

@@ -18,6 +18,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last axis, rounded once to the dtype of x. x [..., D], weight [D] -> [..., D]."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows = x.to(dtype).reshape(-1, x.shape[-1])
+    if not torch.is_grad_enabled():  # for a row or two the autograd function is half of the time
+        return (rows * _rstd(rows, eps)).mul_(weight).view(x.shape).to(x.dtype)
     return _RMSNorm.apply(rows, weight.to(dtype), eps).view(x.shape).to(x.dtype)
 
 

@@ -140,13 +140,13 @@ static inline void sums(const v8 *a, int many, float *out) {
             for (int j = 0; j < R; j++) acc[i][j] = (v8){0};                                              \
         int64_t p = 0;                                                                                    \
         for (; p + 8 <= k; p += 8) {                                                                      \
-            v8 column[R];                                                                                 \
+v8 row[M];                                                                                    \
             if (ahead)                                                                                    \
                 for (int j = 0; j < R; j++) __builtin_prefetch(w + (j + AHEAD) * k + p);                  \
-            for (int j = 0; j < R; j++) column[j] = *(const v8u *)(w + j * k + p);                        \
-            for (int i = 0; i < M; i++) {                                                                 \
-                v8 row = *(const v8u *)(x[i] + p);                                                        \
-                for (int j = 0; j < R; j++) acc[i][j] += row * column[j];                                 \
+            for (int i = 0; i < M; i++) row[i] = *(const v8u *)(x[i] + p);                                \
+            for (int j = 0; j < R; j++) {                                                                 \
+                v8 column = *(const v8u *)(w + j * k + p);                                                \
+                for (int i = 0; i < M; i++) acc[i][j] += row[i] * column;                                 \
             }                                                                                             \
         }                                                                                                 \
         for (int i = 0; i < M; i++) {                                                                     \
