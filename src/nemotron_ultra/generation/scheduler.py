@@ -238,6 +238,8 @@ class Scheduler:
 
     def _prefill(self) -> None:
         """Read a chunk of the waiting prompts; those that are read whole become live rows."""
+        if self._part is not None and all(live.cancelled for live in self._part.requests()):
+            self._part = None
         if self._part is None:
             self._part = self._next_part()
         part = self._part
