@@ -1,0 +1,5 @@
+import sys
+
+from nemotron_ultra.generate import main
+
+sys.exit(main())

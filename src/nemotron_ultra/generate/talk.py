@@ -1,0 +1,207 @@
+"""One prompt, or a conversation, streamed to the terminal.
+
+A conversation is ids that only grow: what was drawn stays as it was drawn, and only the new message's ids are
+put behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from nemotron_ultra.data.render import Template
+from nemotron_ultra.errors import DataError
+from nemotron_ultra.generate.asking import (
+    CONTEXT,
+    MAX_TOKENS,
+    Speed,
+    check_fits,
+    drawing,
+    raw_ids,
+    run_turn,
+    text_prompt,
+    turn_of,
+)
+from nemotron_ultra.generate.load import Loaded
+from nemotron_ultra.generation.answers import MODES, Answers
+from nemotron_ultra.generation.text import AnswerText, Piece
+
+HELP = "/reset begins anew, /thinking off|regular|medium, /budget N (0: none), /quit or Ctrl-D ends"
+FAINT, PLAIN = "\033[2m", "\033[0m"
+
+
+def answer_one(loaded: Loaded, asked: argparse.Namespace) -> int:
+    """Print the answer to --prompt."""
+    prompt = text_prompt(loaded, asked.prompt, asked.thinking, asked.budget, asked.system)
+    most = asked.max_tokens or MAX_TOKENS
+    turn = turn_of(loaded, prompt, drawing(asked), max_new_tokens=most, seed=asked.seed, budget=asked.budget)
+    room = asked.context or len(prompt) + most
+    turn.check(loaded.rows, room, decodes=True)
+    _say_kind(loaded)
+    answers = Answers(loaded.scheduler(1, room))
+    writer = Writer(sys.stdout)
+    text = AnswerText(loaded.tokenizer, loaded.stop_ids, asked.stop, MODES[asked.thinking].thinking)
+    with Speed(answers) as speed:
+        for event in run_turn(answers, turn):
+            writer.write(text.push(event.tokens))
+    writer.write(text.finish())
+    writer.end()
+    speed.say()
+    return 0
+
+
+def talk(loaded: Loaded, asked: argparse.Namespace) -> int:
+    """Questions of standard input, a line each, until its end or /quit."""
+    context = asked.context or CONTEXT
+    answers = Answers(loaded.scheduler(1, context))
+    speed = Speed(answers)
+    dialog = Dialog(loaded.asking(), asked.system) if loaded.chat else None
+    _say_kind(loaded)
+    terminal = sys.stdin.isatty()
+    if terminal:
+        print(HELP, file=sys.stderr)
+    number = 0
+    while (line := _read_line(terminal)) is not None:
+        if not line.strip():
+            continue
+        if line.startswith("/"):
+            if _command(line, asked, dialog):
+                break
+            continue
+        try:
+            _answer(loaded, asked, answers, speed, dialog, line, asked.seed + number)
+        except DataError as error:
+            print(f"error: {error}", file=sys.stderr)
+        number += 1
+    speed.say()
+    return 0
+
+
+class Dialog:
+    """The ids of a conversation with one template."""
+
+    def __init__(self, template: Template, system: str | None):
+        self.template, self.system = template, system
+        self.ids: list[int] = []
+
+    def asked(self, text: str, thinking: str, budget: int | None) -> list[int]:
+        """Ids of all so far, the new question and the opening of its answer."""
+        mode = MODES[thinking]
+        wishes = {"budget": budget if mode.thinking else None, "effort": mode.effort}
+        question = {"role": "user", "content": text}
+        if not self.ids:
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            return self.template.prompt([*system, question], mode.thinking, **wishes)
+        # What the template puts behind an answer does not depend on the answer, so any will do.
+        before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+        whole = self.template.conversation([*before, question], mode.thinking, **wishes)
+        end = len(whole.mask) - whole.mask[::-1].index(1)
+        closing = whole.tokens[end - 1]
+        prompt = self.template.prompt([*before, question], mode.thinking, **wishes)
+        ended = self.ids[-1] in self.template.stop_ids
+        history = self.ids[:-1] if ended else self.ids
+        return [*history, *([closing] if closing in self.template.stop_ids else []), *prompt[end:]]
+
+    def answered(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
+        self.ids = [*prompt, *tokens]
+
+
+class Writer:
+    """Pieces to a stream, at once; thoughts are faint on a terminal and in tags elsewhere."""
+
+    def __init__(self, out: TextIO):
+        self.out, self.colour = out, out.isatty()
+        self._thinks = False
+
+    def write(self, piece: Piece) -> None:
+        if piece.thoughts:
+            if not self._thinks:
+                self.out.write(FAINT if self.colour else "<think>\n")
+                self._thinks = True
+            self.out.write(piece.thoughts)
+        if piece.text:
+            self._close()
+            self.out.write(piece.text)
+        self.out.flush()
+
+    def end(self) -> None:
+        self._close()
+        self.out.write("\n")
+        self.out.flush()
+
+    def _close(self) -> None:
+        if self._thinks:
+            self.out.write(f"{PLAIN}\n\n" if self.colour else "\n</think>\n")
+            self._thinks = False
+
+
+def _answer(
+    loaded: Loaded,
+    asked: argparse.Namespace,
+    answers: Answers,
+    speed: Speed,
+    dialog: Dialog | None,
+    line: str,
+    seed: int,
+) -> None:
+    """Stream one answer; Ctrl-C ends it where it is, and what was drawn stays part of the conversation."""
+    prompt = dialog.asked(line, asked.thinking, asked.budget) if dialog else raw_ids(loaded, line)
+    do = "begin anew with /reset" if dialog and dialog.ids else "shorten it, or raise --context"
+    room = check_fits(prompt, answers.scheduler.max_tokens, do)
+    most = min(room, asked.max_tokens or MAX_TOKENS)
+    thinking = MODES[asked.thinking].thinking
+    budget = asked.budget if thinking else None
+    turn = turn_of(loaded, prompt, drawing(asked), max_new_tokens=most, seed=seed, budget=budget)
+    turn.check(loaded.rows, answers.scheduler.max_tokens, decodes=True)
+    writer, tokens = Writer(sys.stdout), []
+    text = AnswerText(loaded.tokenizer, loaded.stop_ids, asked.stop, thinking)
+    try:
+        with speed:
+            for event in run_turn(answers, turn):
+                tokens += event.tokens
+                writer.write(text.push(event.tokens))
+    except KeyboardInterrupt:
+        print(" (stopped)", file=sys.stderr)
+    writer.write(text.finish())
+    writer.end()
+    if dialog:
+        dialog.answered(prompt, tokens)
+
+
+def _read_line(terminal: bool) -> str | None:
+    """None at the end."""
+    try:
+        line = input("> ") if terminal else sys.stdin.readline()
+    except (EOFError, KeyboardInterrupt):
+        print(file=sys.stderr)
+        return None
+    return line.rstrip("\n") if line or terminal else None
+
+
+def _command(line: str, asked: argparse.Namespace, dialog: Dialog | None) -> bool:
+    """Do what a line with / says -> whether to end."""
+    word, _, rest = line.partition(" ")
+    rest = rest.strip()
+    if word in ("/quit", "/exit"):
+        return True
+    if word == "/reset" and dialog:
+        dialog.ids = []
+        print("a new conversation", file=sys.stderr)
+    elif word == "/thinking" and rest in MODES and dialog:
+        asked.thinking = rest
+    elif word == "/budget" and rest.isdecimal() and dialog:
+        asked.budget = int(rest) or None
+    else:
+        print(HELP, file=sys.stderr)
+    return False
+
+
+def _say_kind(loaded: Loaded) -> None:
+    how = (
+        "asked by the chat template (--raw: continued)"
+        if loaded.chat
+        else "continued (--chat: a conversation)"
+    )
+    print(f"{loaded.folder}: texts are {how}", file=sys.stderr)
