@@ -22,6 +22,7 @@ PRIOR_RATE, PRIOR_DRAFTS = 0.6, 4.0
 MEMORY = 0.99  # weight of a round's acceptance after the next one
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7)
 TRY_PLAIN, TRY_DRAFTS = 48, 256  # rounds after which the other way is measured anew
+HOLD = 8  # rounds that a choice is kept for
 
 
 class DraftLength(Protocol):
@@ -88,7 +89,9 @@ class AdaptiveLength:
 
     def __init__(self, most: int):
         self.most, self.costs, self.rounds = most, Costs(), 0
+        self._tried = 0
         self.tried, self.kept = np.zeros(most), np.zeros(most)
+        self._held: dict[int, tuple[int, int]] = {}  # class of rows: (choice, last round of it)
 
     def rates(self) -> list[float]:
         """r_1..r_most; a place that is hardly measured is like the one before it."""
@@ -105,15 +108,26 @@ class AdaptiveLength:
 
     def choose(self, rows: int) -> int:
         self.rounds += 1
+        choice, last = self._held.get(_class(rows), (0, 0))
+        if self.rounds <= last:
+            return choice
+        choice = self._best(rows)
+        if self.costs.rounds(rows, choice) >= ENOUGH:
+            self._held[_class(rows)] = (choice, self.rounds + HOLD)
+        return choice
+
+    def _best(self, rows: int) -> int:
         plain = self.speed(rows, 0)
-        if not self.most or plain is None:
+        if plain is None:
             return 0
         speeds = {k: s for k in LENGTHS if 0 < k <= self.most and (s := self.speed(rows, k)) is not None}
         if not speeds:
             return min(self.most, 3 if rows <= 8 else 1)
         best = max(speeds, key=speeds.get)
         drafts = speeds[best] > GAIN * plain
-        if self.rounds % (TRY_PLAIN if drafts else TRY_DRAFTS) == 0 and speeds[best] > 0.8 * plain:
+        every = TRY_PLAIN if drafts else TRY_DRAFTS
+        if self.rounds - self._tried >= every and speeds[best] > 0.8 * plain:
+            self._tried = self.rounds
             return 0 if drafts else best
         return best if drafts else 0
 

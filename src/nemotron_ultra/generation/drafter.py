@@ -7,6 +7,7 @@ token) that the cache has not taken in yet wait in `behind`, so that rounds with
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -23,6 +24,8 @@ WIDE = 16  # pairs of a row above which rows are read packed instead of padded
 
 # Called with (logits [B, V], number of the draft from 0) -> token [B].
 Pick = Callable[[Tensor, int], Tensor]
+# Hidden states [B, K, D] of a round, the tokens [B, K] after them, and how many of each row count.
+Round = tuple[Tensor, Tensor, list[int]]
 
 
 def check_drafts(model: HybridLM, draft_tokens: int) -> None:
@@ -62,9 +65,11 @@ class Drafter:
         self.model, self.vocab_size = model, vocab_size
         self.cache = model.new_cache(slots, capacity, pattern=model.config.mtp_pattern)
         self.behind: list[list[tuple[Tensor, Tensor]]] = []
+        self.rounds: deque[Round] = deque(maxlen=REACH)  # of all rows, later than `behind`
 
     def admitted(self, prompts: list[Tensor], hidden: list[Tensor], index_B: Tensor, *, now: bool) -> None:
         """New rows: copies of prompts index_B. now: read each prompt once, here, or with the first draft."""
+        self._sort()
         pairs = [(h_TD[:-1], p_T[1:]) for h_TD, p_T in zip(hidden, prompts, strict=True)]
         if now and all(len(tokens) for _, tokens in pairs):
             lengths = [len(tokens) for _, tokens in pairs]
@@ -79,38 +84,45 @@ class Drafter:
 
     def dropped(self, gone_B: Tensor) -> Tensor:
         """-> the old row of each one that stays."""
+        self._sort()
         order_B = self.cache.drop(gone_B)
         self.behind = [self.behind[row] for row in order_B.tolist()]
         return order_B
 
     def saw(self, first: int, hidden_BKD: Tensor, token_BK: Tensor, counts: list[int]) -> None:
         """Row first + b was given its first counts[b] hidden states; token_BK are those that came next."""
+        if first == 0:
+            self.rounds.append((hidden_BKD, token_BK, counts))
+            return
         for row, count in enumerate(counts):
-            if count:
-                self._wait(first + row, hidden_BKD[row, :count], token_BK[row, :count])
+            self.behind[first + row].append((hidden_BKD[row, :count], token_BK[row, :count]))
 
     def draft(self, count: int, pick: Pick) -> Tensor:
         """`count` tokens, 1 or more, for every live row, [B, count]; each row has a pair that waits."""
         g_BD = self._catch_up()
-        ones, drafts = [1] * len(g_BD), []
+        drafts: list[Tensor] = []
         for number in range(count):
             drafts.append(pick(self.model.next_logits(g_BD)[:, : self.vocab_size], number))
             if number + 1 < count:
                 g_B1D = self.model.mtp.extend(g_BD[:, None], self._embed(drafts[-1])[:, None], self.cache)
-                self.cache.commit(ones)
+                self.cache.close()
                 g_BD = g_B1D[:, 0]
         self.cache.cut(count - 1)
         return torch.stack(drafts, 1)
 
-    def _wait(self, row: int, hidden_KD: Tensor, token_K: Tensor) -> None:
-        """Whole pieces go once those after them hold REACH pairs."""
-        pairs = self.behind[row]
-        pairs.append((hidden_KD, token_K))
-        if len(pairs) > REACH:
-            del pairs[:-REACH]
+    def _sort(self) -> None:
+        """`rounds` to the rows that they are of."""
+        for hidden_BKD, token_BK, counts in self.rounds:
+            for row, count in enumerate(counts):
+                self.behind[row].append((hidden_BKD[row, :count], token_BK[row, :count]))
+        self.rounds.clear()
+        self.behind = [pairs[-REACH:] for pairs in self.behind]
 
     def _catch_up(self) -> Tensor:
         """Take in the pairs that wait -> g [B, D] after each row's last one."""
+        if len(self.rounds) == 1 and not any(self.behind):
+            return self._extend(*self.rounds.pop())
+        self._sort()
         waiting = [_latest(pairs) for pairs in self.behind]
         lengths = [sum(len(token_T) for _, token_T in pairs) for pairs in waiting]
         hidden_TD, token_T = (
@@ -126,10 +138,15 @@ class Drafter:
             places_BK = begins[:, None] + torch.arange(most, device=token_T.device)
             places_BK.clamp_(max=len(token_T) - 1)  # what a shorter row has too many is not kept
             hidden_TD, token_T = hidden_TD[places_BK.flatten()], token_T[places_BK.flatten()]
-        g_BKD = self.model.mtp.extend(
-            hidden_TD.unflatten(0, (rows, most)), self._embed(token_T).unflatten(0, (rows, most)), self.cache
-        )
+        return self._extend(hidden_TD.view(rows, most, -1), token_T.view(rows, most), lengths)
+
+    def _extend(self, hidden_BKD: Tensor, token_BK: Tensor, lengths: list[int]) -> Tensor:
+        most = max(lengths)
+        hidden_BKD, token_BK = hidden_BKD[:, :most], token_BK[:, :most]
+        g_BKD = self.model.mtp.extend(hidden_BKD, self._embed(token_BK), self.cache)
         self.cache.commit(lengths)
+        if min(lengths) == most:
+            return g_BKD[:, -1]
         return g_BKD[self.cache.rows_B, torch.tensor(lengths, device=g_BKD.device) - 1]
 
     def _prefill(self, hidden_TD: Tensor, token_T: Tensor, lengths: list[int], cache: Cache) -> Tensor:

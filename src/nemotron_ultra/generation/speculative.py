@@ -77,7 +77,8 @@ class Speculative:
     def dropped(self, gone_B: Tensor) -> None:
         order_B = self.drafter.dropped(gone_B)
         self.pending_B = self.pending_B[order_B]
-        self.side = [self.side[row] for row in order_B.tolist()]
+        if self.sampled:
+            self.side = [self.side[row] for row in order_B.tolist()]
 
     def round(self, rows: Rows, finish: Callable[[list[Run]], Tensor]) -> None:
         begin, size = time.perf_counter(), len(rows.live)
@@ -89,12 +90,12 @@ class Speculative:
         if max(left) <= 0:
             finish(runs)
             return
-        count = min(self.length.choose(size), max(left) - 1)
-        verdict = self._verify(rows, count)
-        for row, more in enumerate(self._runs(rows, verdict)):
-            for name in ("tokens", "logprobs", "model_logprobs"):
-                getattr(runs[row], name).extend(getattr(more, name))
-        self._count(size, count, time.perf_counter() - begin, verdict.accepted_B.tolist(), left)
+        count = self.length.choose(size)
+        if not self.sampled:  # else a row's tokens would depend on how long its company stays
+            count = min(count, max(left) - 1)
+        kept = self._verify(rows, count, runs) if count else self._plain(rows, runs)
+        self.stats["steps"] += 1
+        self._count(size, count, time.perf_counter() - begin, kept, left)
         finish(runs)
 
     def _begin(self, rows: Rows) -> list[Run]:
@@ -110,14 +111,35 @@ class Speculative:
         drawn = next_tokens(self.model.next_logits(hidden_BD), self.vocab_size, options, uniform_B)
         self.pending_B = torch.cat([self.pending_B, drawn[0]])
         self.drafter.saw(old, hidden_BD[:, None], drawn[0][:, None], [1] * len(new))
-        self.side += [Uniforms(live.request.seed, 1) for live in new]
-        for uniforms in self.side[old:]:
-            uniforms.skip(len(uniforms.peek(SIDE)))
+        self.side += [Uniforms(live.request.seed, 1) for live in new] if self.sampled else []
         lists = (values_B.tolist() for values_B in drawn)
         return runs + [Run([t], [lp], [own]) for t, lp, own in zip(*lists, strict=True)]
 
-    def _verify(self, rows: Rows, count: int) -> Verdict:
-        """Draft, extend, verify and commit; rows.hidden_BD is then that of the last token that stayed."""
+    def _plain(self, rows: Rows, runs: list[Run]) -> list[int]:
+        """A round without drafts. -> accepted drafts of each row."""
+        hidden_BD = rows.hidden_BD = self.model.step(self.pending_B, rows.cache)
+        uniform_B = _column([live.uniforms.next() for live in rows.live], hidden_BD)
+        drawn = next_tokens(self.model.next_logits(hidden_BD), self.vocab_size, rows.options, uniform_B)
+        self.pending_B = drawn[0]
+        self.drafter.saw(0, hidden_BD[:, None], drawn[0][:, None], [1] * len(runs))
+        lists = (values_B.tolist() for values_B in drawn)
+        for run, token, logprob, own in zip(runs, *lists, strict=True):
+            run.tokens.append(token)
+            run.logprobs.append(logprob)
+            run.model_logprobs.append(own)
+        if self.sampled:
+            self._skip_side([1] * len(runs))
+        return [0] * len(runs)
+
+    def _skip_side(self, counts: list[int]) -> None:
+        for uniforms, count in zip(self.side, counts, strict=True):
+            uniforms.skip(len(uniforms.peek(SIDE * count)))
+
+    def _verify(self, rows: Rows, count: int, runs: list[Run]) -> list[int]:
+        """Draft, extend, verify and commit; rows.hidden_BD is then that of the last token that stayed.
+
+        -> accepted drafts of each row.
+        """
         options = self._options(rows.options, count + 1)
         side, q = [], []
 
@@ -131,13 +153,8 @@ class Speculative:
 
         if self.sampled:
             side = [uniforms.peek(SIDE * count) for uniforms in self.side]
-        draft_BJ = self.drafter.draft(count, pick) if count else self.pending_B[:, None][:, :0]
-        if count:
-            token_BK = torch.cat([self.pending_B[:, None], draft_BJ], 1)
-            hidden_BKD = self.model.extend(token_BK, rows.cache)
-        else:
-            hidden_BKD = self.model.step(self.pending_B, rows.cache)[:, None]
-        self.stats["steps"] += 1
+        draft_BJ = self.drafter.draft(count, pick)
+        hidden_BKD = self.model.extend(torch.cat([self.pending_B[:, None], draft_BJ], 1), rows.cache)
         logits_BKV = self.model.next_logits(hidden_BKD.flatten(0, 1)).unflatten(0, hidden_BKD.shape[:2])
         uniform_BK = _column([live.uniforms.peek(count + 1) for live in rows.live], logits_BKV)
         if q:
@@ -146,27 +163,26 @@ class Speculative:
             verdict = by_rejection(logits_BKV, draft_BJ, torch.stack(q, 1), self.vocab_size, options, numbers)
         else:
             verdict = by_match(logits_BKV, draft_BJ, self.vocab_size, options, uniform_BK)
-        self._commit(rows, hidden_BKD, verdict)
-        return verdict
+        accepted = verdict.accepted_B.tolist()
+        self._commit(rows, hidden_BKD, verdict, [number + 1 for number in accepted])
+        columns = (verdict.token_BK, verdict.logprob_BK, verdict.model_logprob_BK)
+        lists = [values_BK.tolist() for values_BK in columns]
+        for run, end, tokens, logprobs, own in zip(runs, accepted, *lists, strict=True):
+            run.tokens.extend(tokens[: end + 1])
+            run.logprobs.extend(logprobs[: end + 1])
+            run.model_logprobs.extend(own[: end + 1])
+        return accepted
 
-    def _commit(self, rows: Rows, hidden_BKD: Tensor, verdict: Verdict) -> None:
-        kept = [accepted + 1 for accepted in verdict.accepted_B.tolist()]
-        if hidden_BKD.shape[1] > 1:
-            rows.cache.commit(kept)
+    def _commit(self, rows: Rows, hidden_BKD: Tensor, verdict: Verdict, kept: list[int]) -> None:
+        rows.cache.commit(kept)
         row_B = torch.arange(len(kept), device=hidden_BKD.device)
         rows.hidden_BD = hidden_BKD[row_B, verdict.accepted_B]
         self.pending_B = verdict.token_BK[row_B, verdict.accepted_B]
         self.drafter.saw(0, hidden_BKD, verdict.token_BK, kept)
-        for live, uniforms, count in zip(rows.live, self.side, kept, strict=True):
+        for live, count in zip(rows.live, kept, strict=True):
             live.uniforms.skip(count)
-            if self.sampled:
-                uniforms.skip(len(uniforms.peek(SIDE * count)))
-
-    def _runs(self, rows: Rows, verdict: Verdict) -> list[Run]:
-        columns = (verdict.token_BK, verdict.logprob_BK, verdict.model_logprob_BK)
-        lists = [values_BK.tolist() for values_BK in columns]
-        ends = [accepted + 1 for accepted in verdict.accepted_B.tolist()]
-        return [Run(*(values[row][:end] for values in lists)) for row, end in enumerate(ends)]
+        if self.sampled:
+            self._skip_side(kept)
 
     def _options(self, options: RowOptions, count: int) -> RowOptions:
         if self._repeated is None or self._repeated[0] is not options or self._repeated[1] != count:
@@ -175,6 +191,10 @@ class Speculative:
 
     def _count(self, size: int, count: int, seconds: float, accepted: list[int], left: list[int]) -> None:
         """Drafts beyond a request's last token are no drafts."""
+        self.stats["rounds"] += size
+        if not count:
+            self.length.note(size, 0, seconds, [], [])
+            return
         drafted = [max(0, min(count, most - 1)) for most in left]
         accepted = [min(kept, most) for kept, most in zip(accepted, drafted, strict=True)]
         kept = [sum(a >= place for a in accepted) for place in range(1, count + 1)]
@@ -184,7 +204,6 @@ class Speculative:
             for place in range(1, count + 1)
         ]
         self.length.note(size, count, seconds, tried, kept)
-        self.stats["rounds"] += size
         self.stats["drafted"] += sum(drafted)
         self.stats["accepted"] += sum(accepted)
         for place in range(1, count + 1):
