@@ -16,6 +16,7 @@ import numpy as np
 from torch import nn
 
 GAIN = 1.03
+NEAR = 0.8  # of plain decoding's speed: drafts so fast are tried again
 ENOUGH = 2  # rounds of a pair (rows, k) that make its median
 LATEST = 9
 PRIOR_RATE, PRIOR_DRAFTS = 0.6, 4.0
@@ -111,25 +112,26 @@ class AdaptiveLength:
         choice, last = self._held.get(_class(rows), (0, 0))
         if self.rounds <= last:
             return choice
-        choice = self._best(rows)
-        if self.costs.rounds(rows, choice) >= ENOUGH:
-            self._held[_class(rows)] = (choice, self.rounds + HOLD)
-        return choice
+        best, other = self._best(rows)
+        if other is not None and self.rounds - self._tried >= (TRY_PLAIN if best else TRY_DRAFTS):
+            self._tried = self.rounds
+            return other
+        if self.costs.rounds(rows, best) >= ENOUGH:
+            self._held[_class(rows)] = (best, self.rounds + HOLD)
+        return best
 
-    def _best(self, rows: int) -> int:
+    def _best(self, rows: int) -> tuple[int, int | None]:
+        """What looks fastest, and what to measure anew now and then, if anything."""
         plain = self.speed(rows, 0)
         if plain is None:
-            return 0
+            return 0, None
         speeds = {k: s for k in LENGTHS if 0 < k <= self.most and (s := self.speed(rows, k)) is not None}
         if not speeds:
-            return min(self.most, 3 if rows <= 8 else 1)
+            return min(self.most, 3 if rows <= 8 else 1), None
         best = max(speeds, key=speeds.get)
-        drafts = speeds[best] > GAIN * plain
-        every = TRY_PLAIN if drafts else TRY_DRAFTS
-        if self.rounds - self._tried >= every and speeds[best] > 0.8 * plain:
-            self._tried = self.rounds
-            return 0 if drafts else best
-        return best if drafts else 0
+        if speeds[best] > GAIN * plain:
+            return best, 0
+        return 0, best if speeds[best] > NEAR * plain else None
 
     def note(self, rows: int, count: int, seconds: float, tried: list[int], kept: list[int]) -> None:
         self.costs.note(rows, count, seconds)
