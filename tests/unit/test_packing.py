@@ -154,3 +154,31 @@ def test_fill_of_both_benchmark_mixtures():
         drawn = np.exp(np.random.default_rng(0).normal(mean, spread, 100_000))
         _, stats = pack_lengths(np.clip(drawn, 16, 8192).astype(np.int64), 8192)
         assert stats.fill > least, stats
+
+
+def test_prompts_compare_by_value_whatever_holds_them():
+    torch = pytest.importorskip("torch")
+    same = [
+        torch.ones(4, dtype=torch.int64),
+        list(torch.ones(4, dtype=torch.int64)),
+        [1, np.int64(1), np.uint64(1), 1],
+        [np.array(1)] * 4,
+        [2**200] * 4,
+    ]
+    for prompts in same:
+        packs, stats = pack_lengths(torch.tensor([2, 2, 2, 2]), 10, prompt_ids=prompts)
+        assert sorted(packs) == [[0], [1], [2], [3]] and stats["conflicts"] == 3
+
+
+def test_what_is_no_row_of_numbers():
+    for lengths in (5, None, "555", np.array([2**64 - 1], dtype=np.uint64)):
+        with pytest.raises(DataError, match="lengths must be"):
+            pack_lengths(lengths, 10)
+    with pytest.raises(DataError, match="sources must be"):
+        BestFitPacker(10).add(3, 1, source="chat")
+
+
+def test_numpy_sizes_leave_plain_state():
+    packer = BestFitPacker(np.int64(100), pool_size=np.int32(4))
+    packer.add(np.int64(5), np.int64(1), prompt=np.uint64(7), source=np.int8(2))
+    assert json.loads(json.dumps(packer.state_dict())) == packer.state_dict()

@@ -34,6 +34,10 @@ class PackStats:
     conflicts: int = 0
     sources: dict[int, SourceCounts] = field(default_factory=dict)
 
+    def __getitem__(self, name: str) -> Any:
+        """stats["fill"] is stats.fill."""
+        return getattr(self, name)
+
     @property
     def fill(self) -> float:
         """Share of the retired packs that is tokens; 0 without packs."""

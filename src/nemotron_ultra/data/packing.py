@@ -36,6 +36,7 @@ TOLERANCE = 64
 MAX_LENGTH = 1 << 24  # one entry a token of room is kept
 
 Prompt = Hashable | None
+_PLAIN_PROMPTS = (int, str, bytes, type(None))
 
 
 class BestFitPacker:
@@ -60,12 +61,12 @@ class BestFitPacker:
     ):
         self.max_length = _whole("max_length", max_length, 1, MAX_LENGTH)
         self.pool_size = _whole("pool_size", pool_size, 1, 1 << 20)
-        self.window = _window(window, pool_size)
-        self.tolerance = _tolerance(tolerance, max_length)
+        self.window = _window(window, self.pool_size)
+        self.tolerance = _tolerance(tolerance, self.max_length)
         if on_overlong not in ("drop", "error"):
             raise ConfigError("unknown on_overlong", got=repr(on_overlong), allowed="drop, error")
         self.on_overlong = on_overlong
-        self.stats = PackStats(max_length=max_length)
+        self.stats = PackStats(max_length=self.max_length)
         self._lengths = np.zeros(self.window, np.int64)
         self._items = np.zeros(self.window, np.int64)
         self._prompts: list[Prompt] = []
@@ -86,10 +87,9 @@ class BestFitPacker:
         any company will do. source: number of its source, for the counts. Raises DataError for a length that
         is no positive whole number, and for one over max_length with on_overlong="error".
         """
-        plain = type(length) is int and type(item) is int
-        if not plain or not 1 <= length <= self.max_length or isinstance(prompt, np.generic):
+        plain = type(length) is type(item) is type(source) is int and type(prompt) in _PLAIN_PROMPTS
+        if not plain or not 1 <= length <= self.max_length:
             return self.extend([length], [item], [prompt], [source])
-        _check_hashable([prompt])
         self.stats.one_arrived(length, source)
         self._lengths[self._waiting], self._items[self._waiting] = length, item
         self._prompts.append(prompt)
@@ -288,7 +288,7 @@ def _window(window: int, pool_size: int) -> int:
     if window <= 2 * pool_size:
         return window
     if window == WINDOW:
-        return int(pool_size)
+        return pool_size
     raise ConfigError(
         "window is longer than twice the pool: packs would be retired half empty",
         got=f"window={window}, pool_size={pool_size}",
@@ -315,24 +315,39 @@ def _lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 def _whole_numbers(name: str, values: Iterable[Any], count: int | None) -> np.ndarray:
     """int64 [count]. Raises DataError for anything but a row of so many whole numbers."""
-    found = values if isinstance(values, np.ndarray) else np.array(list(values))
+    try:
+        found = values if isinstance(values, np.ndarray) else np.array(list(values))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name} must be a row of whole numbers", got=error) from error
     if found.size == 0 and found.ndim == 1:
         found = found.astype(np.int64)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise DataError(f"{name} must be a row of whole numbers", got=f"{found.dtype} {list(found.shape)}")
+    if found.dtype.kind == "u" and len(found) and found.max() > np.iinfo(np.int64).max:
+        raise DataError(f"{name} must be below 2^63", got=int(found.max()))
     _same_count(name, len(found), count)
     return found.astype(np.int64, copy=False)
 
 
-def _prompts(prompts: Sequence[Prompt] | np.ndarray | None, count: int) -> list[Prompt]:
+def _prompts(prompts: Iterable[Prompt] | None, count: int) -> list[Prompt]:
+    """Identities that compare by value: an array's numbers as Python's, those of torch among them."""
     if prompts is None:
         return [None] * count
-    found = prompts.tolist() if isinstance(prompts, np.ndarray) else list(prompts)
+    listed = getattr(prompts, "tolist", None)
+    found = list(prompts) if listed is None else listed()
     _same_count("prompts", len(found), count)
-    if found and isinstance(found[0], np.generic):
-        found = [prompt if prompt is None else prompt.item() for prompt in found]
+    if any(
+        kind not in _PLAIN_PROMPTS and callable(getattr(kind, "item", None)) for kind in set(map(type, found))
+    ):
+        found = [_scalar(prompt) for prompt in found]
     _check_hashable(found)
     return found
+
+
+def _scalar(prompt: Prompt) -> Prompt:
+    """A 0-dimensional array or scalar of any library as Python's number; torch hashes its own by place."""
+    item = getattr(prompt, "item", None)
+    return item() if callable(item) and getattr(prompt, "ndim", 0) == 0 else prompt
 
 
 def _check_hashable(prompts: list[Prompt]) -> None:
