@@ -54,7 +54,18 @@ def test_other_spellings_of_the_same():
     )
     share = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     assert array == read(ASK, SAY) == read_conversation({"conversations": share})
-    assert read(ASK, SAY, tools="") == read(ASK, SAY, tools=None) == read(ASK, SAY)
+    named = {"conversations": [ASK, SAY]}
+    assert (
+        read_conversation(named) == read(ASK, SAY, tools="") == read(ASK, SAY, tools=None) == read(ASK, SAY)
+    )
+
+
+def test_blank_thoughts_are_none():
+    blank = {"reasoning_content": " \n", "reasoning_truncated": True}
+    cut_of_none = {"reasoning_truncated": True}
+    assert read(ASK, SAY | blank) == read(ASK, SAY | cut_of_none) == read(ASK, SAY)
+    message = read(ASK, blank | SAY | {"content": "<think>why</think>b"}).messages[1]
+    assert message == SAY | {"reasoning_content": "why"}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +114,7 @@ def test_parallel_calls_are_answered_in_any_order():
         ([ASK, SAY, RESULT], "tool result without call", "message 2"),
         ([ASK, CALLS, RESULT, RESULT], "tool result without call", "message 3"),
         ([ASK, CALLS, RESULT | {"tool_call_id": "c9"}], "tool result without call", "'c9'; open: .'c1'"),
+        ([ASK, CALLS | {"tool_calls": 5}], "bad tool call", "must be a list; got int"),
         ([ASK, CALLS | {"tool_calls": [{"id": "x"}]}], "bad tool call", "no name"),
         ([ASK, CALLS | {"tool_calls": [{"name": "f", "arguments": "{"}]}], "bad tool call", "no JSON"),
         ([ASK, CALLS | {"tool_calls": [{"name": "f", "arguments": "[1]"}]}], "bad tool call", "got list"),
@@ -123,6 +135,10 @@ def test_dropped(messages: list, reason: str, words: str):
         ({"messages": [ASK, SAY], "tools": [{"type": "function"}]}, "bad tools"),
         ({"messages": [ASK, SAY], "tools": "["}, "bad tools"),
         ({"messages": [ASK, SAY], "tools": [{"name": "f", "parameters": [1]}]}, "bad tools"),
+        ({"messages": [ASK, SAY], "tools": [{"name": "f", "parameters": {"properties": [1]}}]}, "bad tools"),
+        ({"messages": np.array(5)}, "bad messages"),
+        ({"messages": "[" * 10_000}, "nested too deeply"),
+        ({"conversations": [{"from": ["gpt"], "value": "a"}]}, "unknown role"),
     ],
 )
 def test_rows_without_a_conversation(row: dict, reason: str):

@@ -1,16 +1,17 @@
 """One row of a chat data set -> a Conversation in one fixed form, or RowDropped with a reason to count by.
 
 Read are OpenAI messages (text or text parts, tool calls nested or flat, arguments as object or JSON text),
-the {"from", "value"} turns of ShareGPT, and thoughts written as <think>...</think> before an answer. Roles
-are held to one order: system first, then user and assistant by turns, tool results after the calls they
-answer.
+the {"from", "value"} turns of ShareGPT, and thoughts written as <think>...</think> before an answer; blank
+thoughts are none. Roles are held to one order: system first, then user and assistant by turns, tool results
+after the calls they answer.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,16 @@ class Conversation:
         return any(message.get("reasoning_content") for message in self.messages)
 
 
+@contextmanager
+def depth_checked() -> Iterator[None]:
+    """What is nested too deeply for Python's stack is no conversation: RowDropped."""
+    try:
+        yield
+    except RecursionError as error:
+        raise RowDropped("nested too deeply", "lists or objects inside each other without end") from error
+
+
+@depth_checked()
 def read_conversation(
     row: Mapping[str, Any], *, messages_field: str = "messages", tools_field: str = "tools"
 ) -> Conversation:
@@ -61,6 +72,8 @@ def read_conversation(
     messages = []
     for number, message in enumerate(_listed(given, messages_field, "bad messages")):
         normal = normal_message(_from_sharegpt(message) if share else message, number)
+        if "reasoning_content" in normal and not normal["reasoning_content"].strip():
+            normal = {key: value for key, value in normal.items() if not key.startswith("reasoning")}
         thinks = normal["role"] == "assistant" and "<think>" in normal["content"][:64]
         messages.append(_inline_thoughts(normal, number) if thinks else normal)
     if not messages:
@@ -76,28 +89,24 @@ def normal_message(message: Any, number: int) -> dict[str, Any]:
     role = message.get("role")
     role = "system" if role == "developer" else role
     if role not in ROLES:
-        allowed = ", ".join(ROLES)
+        got, allowed = repr(role)[:80], ", ".join(ROLES)
         raise RowDropped(
-            "unknown role",
-            f"message {number} has an unknown role; got {message.get('role')!r}; allowed: {allowed}",
+            "unknown role", f"message {number} has an unknown role; got {got}; allowed: {allowed}"
         )
     if role == "system" and number > 0:
         raise RowDropped("role order", f"message {number} is a system message; give the system message first")
     calls = message.get("tool_calls") if role == "assistant" else None
+    calls = () if calls is None else _listed(calls, "tool_calls", "bad tool call")
     content = message.get("content")
-    if content is None and calls is not None and len(calls):
-        content = ""
-    out = {"role": role, "content": _text(content, number, "content")}
+    out = {"role": role, "content": "" if content is None and calls else _text(content, number, "content")}
     if role == "assistant":
         thoughts = message.get("reasoning_content")
         thoughts = message.get("reasoning") if thoughts is None else thoughts
         if thoughts is not None:
             out["reasoning_content"] = _text(thoughts, number, "reasoning_content")
-        if calls is not None and len(calls):
-            out["tool_calls"] = [
-                _call(call, number) for call in _listed(calls, "tool_calls", "bad tool call")
-            ]
-        if message.get("reasoning_truncated"):
+        if calls:
+            out["tool_calls"] = [_call(call, number) for call in calls]
+        if thoughts is not None and message.get("reasoning_truncated"):
             out["reasoning_truncated"] = True
     elif role == "tool" and message.get("tool_call_id") is not None:
         out["tool_call_id"] = str(message["tool_call_id"])
@@ -113,7 +122,8 @@ def normal_tools(given: Any, field: str = "tools") -> tuple[dict[str, Any], ...]
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RowDropped("bad tools", f"tool {number} has no name; got {str(tool)[:80]}")
-        if not isinstance(function.get("parameters") or {}, Mapping):
+        schema = function.get("parameters") or {}
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("properties") or {}, Mapping):
             raise RowDropped("bad tools", f"tool {number}: parameters must be a JSON schema object")
         _check_encodable(function, "bad tools", f"tool {number}")
         kept = {key: value for key, value in function.items() if value is not None}
@@ -123,20 +133,24 @@ def normal_tools(given: Any, field: str = "tools") -> tuple[dict[str, Any], ...]
 
 def _listed(given: Any, field: str, reason: str) -> Sequence[Any]:
     if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except ValueError as error:
-            raise RowDropped(reason, f"{field} is text but not JSON; got {error}") from error
+        given = _json(given, reason, f"{field} is text but not JSON")
     if type(given) is list:
         return given
     if given is None:
         raise RowDropped("no messages" if reason == "bad messages" else reason, f"no {field!r} in the row")
     if isinstance(given, Mapping | str | bytes) or not isinstance(given, Sequence):
         listed = getattr(given, "tolist", None)  # a numpy array, as parquet readers give lists
-        if listed is None:
+        given = given if listed is None else listed()
+        if listed is None or not isinstance(given, list):
             raise RowDropped(reason, f"{field} must be a list; got {type(given).__name__}")
-        given = listed()
     return given
+
+
+def _json(text: str, reason: str, problem: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RowDropped(reason, f"{problem}; got {error}") from error
 
 
 def _text(value: Any, number: int, key: str) -> str:
@@ -178,12 +192,8 @@ def _call(call: Any, number: int) -> dict[str, Any]:
         raise RowDropped("bad tool call", f"message {number}: a tool call has no name; got {str(call)[:80]}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
-            raise RowDropped(
-                "bad tool call", f"message {number}: arguments are no JSON; got {error}"
-            ) from error
+        problem = f"message {number}: arguments are no JSON"
+        arguments = _json(arguments, "bad tool call", problem) if arguments.strip() else {}
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping):
         kind = type(arguments).__name__
@@ -194,10 +204,10 @@ def _call(call: Any, number: int) -> dict[str, Any]:
 
 
 def _from_sharegpt(turn: Any) -> Any:
-    if not isinstance(turn, Mapping):
-        return turn
-    role = turn.get("from")
-    return {"role": _SHAREGPT.get(role, role), "content": turn.get("value")}
+    if not isinstance(turn, Mapping) or "from" not in turn:
+        return turn  # OpenAI's messages under ShareGPT's name
+    role = turn["from"]
+    return {"role": _SHAREGPT.get(str(role), role), "content": turn.get("value")}
 
 
 def _inline_thoughts(message: dict[str, Any], number: int) -> dict[str, Any]:

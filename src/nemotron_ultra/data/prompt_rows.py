@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemotron_ultra.data.messages import RowDropped, normal_message, normal_tools
+from nemotron_ultra.data.messages import RowDropped, depth_checked, normal_message, normal_tools
 from nemotron_ultra.data.ngrams import content_text
 
 ANSWERS = ("answer", "expected_answer", "ground_truth", "ground_truth_answer")
@@ -53,6 +53,7 @@ class Prompt:
         return json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=True).encode()
 
 
+@depth_checked()
 def read_prompt(row: Mapping[str, Any], domain: str | None = None, environment: str | None = None) -> Prompt:
     """The prompt of a row. domain, environment: for rows that name none. Raises RowDropped."""
     row = {key: _parsed(key, value) for key, value in row.items()}

@@ -21,7 +21,7 @@ from nemotron_ultra.data.inputs import InputFile, fingerprint
 from nemotron_ultra.data.job_folder import open_job
 from nemotron_ultra.data.json_rows import Row, read_rows
 from nemotron_ultra.data.manifest import NAME, SPLITS, file_facts, write_json
-from nemotron_ultra.data.messages import RowDropped
+from nemotron_ultra.data.messages import RowDropped, depth_checked
 from nemotron_ultra.data.ngrams import Common, HeldOut
 from nemotron_ultra.data.parts import EXAMPLES, split_of
 from nemotron_ultra.data.prompt_rows import Prompt, read_prompt
@@ -145,8 +145,9 @@ def _chosen(
     for row in _counted(files, counts, report):
         try:
             prompt = _read(row, options)
-            raw = (json.dumps(prompt.row(), ensure_ascii=False) + "\n").encode()
-            key = hashlib.blake2b(prompt.key(), digest_size=16).digest()
+            with depth_checked():
+                raw = (json.dumps(prompt.row(), ensure_ascii=False) + "\n").encode()
+                key = hashlib.blake2b(prompt.key(), digest_size=16).digest()
             if key in seen:
                 raise RowDropped("duplicate prompt", "")
             _check(prompt, held_out, common, options, length)

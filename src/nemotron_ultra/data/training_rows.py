@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nemotron_ultra.data.messages import Conversation, RowDropped
+from nemotron_ultra.data.messages import Conversation, RowDropped, depth_checked
 from nemotron_ultra.data.render import Segment, Template, View, last_of, lay_out
 from nemotron_ultra.errors import ConfigError
 
@@ -69,7 +69,8 @@ def training_rows(
     rows: list[list[Segment]] = []
     for conversation in conversations:
         try:
-            made = [template.segments(view) for view in views(conversation, options)]
+            with depth_checked():
+                made = [template.segments(view) for view in views(conversation, options)]
         except RowDropped as dropped:
             out.append(dropped)
             continue
