@@ -7,6 +7,7 @@ Drafts must promise GAIN more than none, so that noise costs little: many rows f
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from statistics import median
 from typing import Protocol
@@ -150,7 +151,7 @@ def adaptive_length(model: nn.Module, most: int) -> AdaptiveLength:
 
 def _class(rows: int) -> int:
     """1, 2, 3, 4, 6, 8, 11, 16, ...: rows whose rounds take about as long."""
-    return rows if rows <= 4 else round(2 ** (round(2 * np.log2(rows)) / 2))
+    return rows if rows <= 4 else round(2 ** (round(2 * math.log2(rows)) / 2))
 
 
 def _features(rows: int, count: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,6 @@ WIDE = 16  # pairs of a row above which rows are read packed instead of padded
 
 # Called with (logits [B, V], number of the draft from 0) -> token [B].
 Pick = Callable[[Tensor, int], Tensor]
-# Hidden states [B, K, D] of a round, the tokens [B, K] after them, and how many of each row count.
-Round = tuple[Tensor, Tensor, list[int]]
 
 
 def check_drafts(model: HybridLM, draft_tokens: int) -> None:
@@ -58,6 +57,16 @@ def check_drafts(model: HybridLM, draft_tokens: int) -> None:
         )
 
 
+@dataclass
+class _Round:
+    """Hidden states of a round, the tokens after them, how many of each count, and where each live row is."""
+
+    hidden_BKD: Tensor
+    token_BK: Tensor
+    counts: list[int]
+    rows: list[int | None]
+
+
 class Drafter:
     """The MTP module beside the live rows of a scheduler: same rows, same order, a cache of its own."""
 
@@ -65,11 +74,10 @@ class Drafter:
         self.model, self.vocab_size = model, vocab_size
         self.cache = model.new_cache(slots, capacity, pattern=model.config.mtp_pattern)
         self.behind: list[list[tuple[Tensor, Tensor]]] = []
-        self.rounds: deque[Round] = deque(maxlen=REACH)  # of all rows, later than `behind`
+        self.rounds: deque[_Round] = deque(maxlen=REACH)  # of all rows, later than `behind`
 
     def admitted(self, prompts: list[Tensor], hidden: list[Tensor], index_B: Tensor, *, now: bool) -> None:
         """New rows: copies of prompts index_B. now: read each prompt once, here, or with the first draft."""
-        self._sort()
         pairs = [(h_TD[:-1], p_T[1:]) for h_TD, p_T in zip(hidden, prompts, strict=True)]
         if now and all(len(tokens) for _, tokens in pairs):
             lengths = [len(tokens) for _, tokens in pairs]
@@ -84,15 +92,17 @@ class Drafter:
 
     def dropped(self, gone_B: Tensor) -> Tensor:
         """-> the old row of each one that stays."""
-        self._sort()
         order_B = self.cache.drop(gone_B)
-        self.behind = [self.behind[row] for row in order_B.tolist()]
+        order = order_B.tolist()
+        self.behind = [self.behind[row] for row in order]
+        for seen in self.rounds:
+            seen.rows = [seen.rows[row] if row < len(seen.rows) else None for row in order]
         return order_B
 
     def saw(self, first: int, hidden_BKD: Tensor, token_BK: Tensor, counts: list[int]) -> None:
         """Row first + b was given its first counts[b] hidden states; token_BK are those that came next."""
         if first == 0:
-            self.rounds.append((hidden_BKD, token_BK, counts))
+            self.rounds.append(_Round(hidden_BKD, token_BK, counts, list(range(len(counts)))))
             return
         for row, count in enumerate(counts):
             self.behind[first + row].append((hidden_BKD[row, :count], token_BK[row, :count]))
@@ -112,16 +122,23 @@ class Drafter:
 
     def _sort(self) -> None:
         """`rounds` to the rows that they are of."""
-        for hidden_BKD, token_BK, counts in self.rounds:
-            for row, count in enumerate(counts):
-                self.behind[row].append((hidden_BKD[row, :count], token_BK[row, :count]))
+        for seen in self.rounds:
+            for pairs, row in zip(self.behind, seen.rows, strict=False):
+                if row is not None:
+                    count = seen.counts[row]
+                    pairs.append((seen.hidden_BKD[row, :count], seen.token_BK[row, :count]))
         self.rounds.clear()
-        self.behind = [pairs[-REACH:] for pairs in self.behind]
 
     def _catch_up(self) -> Tensor:
         """Take in the pairs that wait -> g [B, D] after each row's last one."""
-        if len(self.rounds) == 1 and not any(self.behind):
-            return self._extend(*self.rounds.pop())
+        last = self.rounds[-1] if len(self.rounds) == 1 and not any(self.behind) else None
+        if (
+            last is not None
+            and last.rows == list(range(len(last.counts)))
+            and len(last.rows) == self.cache.size
+        ):
+            self.rounds.clear()
+            return self._extend(last.hidden_BKD, last.token_BK, last.counts)
         self._sort()
         waiting = [_latest(pairs) for pairs in self.behind]
         lengths = [sum(len(token_T) for _, token_T in pairs) for pairs in waiting]

@@ -51,6 +51,11 @@ class MTPHead(nn.Module):
             MTPBlock(config, position) for _ in range(self.modules_stored) for position in range(self.length)
         )
 
+    @property
+    def _blocks(self) -> list[MTPBlock]:
+        """The layers as a list: slicing a ModuleList takes as long as a layer of a decode step."""
+        return list(self.layers._modules.values())
+
     def forward(
         self,
         hidden_TD: Tensor,
@@ -98,12 +103,12 @@ class MTPHead(nn.Module):
         x_MD = through(layers, x_MD, cache, hidden_BKD.shape[1], waits=True)
         return layers[-1].final_layernorm(x_MD).view(hidden_BKD.shape)
 
-    def _module(self, depth: int) -> tuple[int, nn.ModuleList]:
+    def _module(self, depth: int) -> tuple[int, list[MTPBlock]]:
         """The module that serves a depth, and the flat index of its first layer."""
         first = self.length * (min(depth, self.modules_stored) - 1)
-        return first, self.layers[first : first + self.length]
+        return first, self._blocks[first : first + self.length]
 
 
-def _joined(layers: nn.ModuleList, hidden: Tensor, embedded: Tensor) -> Tensor:
+def _joined(layers: list[MTPBlock], hidden: Tensor, embedded: Tensor) -> Tensor:
     head = layers[0]
     return head.eh_proj(torch.cat([head.enorm(embedded), head.hnorm(hidden)], -1))
