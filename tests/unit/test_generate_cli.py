@@ -210,7 +210,8 @@ import sys
 from nemotron_ultra.generate import main
 codes = []
 for line in [["--help"], [], ["x", "--temperature", "-1"], ["x", "--top-p", "0"],
-             ["x", "--prompt", "a", "--serve"], ["nowhere", "--prompt", "a"], [".", "--prompts", "nowhere"], [".", "--max-tokens", "0"]]:
+             ["x", "--prompt", "a", "--serve"],
+             ["nowhere", "--prompt", "a"], [".", "--prompts", "nowhere"], [".", "--max-tokens", "0"]]:
     try:
         codes.append(main(line))
     except SystemExit as end:

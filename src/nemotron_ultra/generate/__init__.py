@@ -44,12 +44,12 @@ def run(asked: argparse.Namespace) -> int:
     if kind == "serve":
         # An entry point of its own, which must be complete before the weights are read.
         serve = importlib.import_module("nemotron_ultra.serve")
-        serve.check_ready(asked)
+        place = serve.check_ready(asked)
     from nemotron_ultra.generate.load import load
 
     loaded = load(asked)
     if kind == "serve":
-        return serve.run(loaded, asked)
+        return serve.run(loaded, asked, place)
     if kind == "prompts":
         from nemotron_ultra.generate.batch import answer_file
 

@@ -72,14 +72,14 @@ def answer_file(loaded: Loaded, asked: argparse.Namespace) -> int:
 
 def read_prompts(loaded: Loaded, asked: argparse.Namespace) -> list[Asked]:
     """Every line, checked. Raises DataError that names file and line."""
+    try:
+        lines = asked.prompts.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{asked.prompts} is not UTF-8", got=error) from error
     rows: list[Asked] = []
-    with open(asked.prompts, encoding="utf-8") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    rows.append(_row(loaded, asked, line, number, len(rows)))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{asked.prompts} is not UTF-8", got=error) from error
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            rows.append(_row(loaded, asked, line, number, len(rows)))
     if not rows:
         raise DataError(f"{asked.prompts} has no prompts", do='give lines such as {"prompt": "..."}')
     return rows
