@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nemotron_ultra.data.chat import load_template
@@ -137,8 +138,6 @@ def test_a_template_that_fails_drops_the_row():
     assert (
         dropped.reason == "template failed" and "inst.jinja: TemplateError: roles must alt" in dropped.detail
     )
-    double = JinjaTemplate(TOKENIZER, "{{ bos_token }}" + INST, name="x", where="x.jinja")
-    assert "x.jinja begins with two <s>" in rows(double, CHAT).detail
     unsafe = JinjaTemplate(TOKENIZER, "{{ messages.append(1) }}", name="x", where="x.jinja")
     assert "SecurityError" in rows(unsafe, CHAT).detail
     with pytest.raises(DataError, match="roles must alternate"):
@@ -176,3 +175,63 @@ def test_files_that_cannot_be_used(tmp_path: Path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match="is not UTF-8"):
         load_template(TOKENIZER, str(path))
+
+
+def blank_first(folder: Path, normalizer: dict | None, pre_tokenizer: dict | None) -> Path:
+    """A tokenizer that begins a text with a blank of its own, as SentencePiece's do."""
+    texts = [*'\n abcdefghijklmnopqrstuvwxyzAIST01245?+,[]/▁"', "▁4", "▁5", "<unk>"]
+    vocabulary = {text: number for number, text in enumerate(texts)}
+    added = [(len(texts) + i, text, i == 2) for i, text in enumerate(("<s>", "</s>", "<|end|>"))]
+    flags = {"single_word": False, "lstrip": False, "normalized": False, "special": True}
+    content = {
+        "version": "1.0",
+        "added_tokens": [{"id": id, "content": text, "rstrip": rstrip} | flags for id, text, rstrip in added],
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": False},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": ["▁ 4", "▁ 5"], "unk_token": "<unk>"},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return folder
+
+
+LEGACY = {
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    ],
+}
+FIRST = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+ENDED = """{{ bos_token }}{% for m in messages %}{{ m.role + '\\n' + m.content + '<|end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}assistant
+{% endif %}"""
+
+
+@pytest.mark.parametrize("source", [INST, ENDED], ids=["inst", "ended"])
+@pytest.mark.parametrize("kinds", [(LEGACY, None), (None, FIRST)], ids=["legacy", "first"])
+def test_ids_of_a_tokenizer_that_begins_with_a_blank(tmp_path: Path, kinds: tuple, source: str):
+    transformers = pytest.importorskip("transformers")
+    folder = blank_first(tmp_path, *kinds)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    theirs.chat_template = source
+    tokenizer = load_tokenizer(folder)
+    template = JinjaTemplate(tokenizer, source, name="x", where="x.jinja")
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}] * 2
+    (row,) = rows(template, chat)
+    text = theirs.apply_chat_template(chat, tokenize=False)
+    whole = theirs(text, add_special_tokens=False)["input_ids"]
+    assert row.tokens.tolist() == list(whole) == template.conversation(chat).tokens
+    assert template.prompt(chat[:3]) == row.tokens.tolist()[: int(np.flatnonzero(row.mask)[-1]) - 1]
+    four, end = ("▁4", "</s>") if source is INST else ("4", "<|end|>")
+    assert [tokenizer.token(id) for id in row.tokens[row.mask == 1]] == [four, end, four, end]
+
+
+def test_two_bos_are_refused_everywhere():
+    template = JinjaTemplate(TOKENIZER, "{{ bos_token }}" + INST, name="x", where="x.jinja")
+    dropped = rows(template, CHAT)
+    assert isinstance(dropped, RowDropped) and dropped.detail == "x.jinja begins with two <s>"
+    with pytest.raises(DataError, match=r"x\.jinja begins with two <s>"):
+        template.prompt(CHAT[:1])

@@ -51,6 +51,7 @@ class JinjaTemplate:
         decides = json.dumps([source, self._named], sort_keys=True)
         self.hash = hashlib.blake2b(decides.encode(), digest_size=16).hexdigest()
         self._spelled = _spellings(tokenizer, source)
+        self._places_matter = _places_matter(tokenizer)
         self._template = _compiled(source, where)
         self.stop_ids = tuple(dict.fromkeys((*self._answers_end(), tokenizer.eos_id)))
 
@@ -71,7 +72,7 @@ class JinjaTemplate:
             text = guarded.render(len(view.messages), answer_next=True)
         except RowDropped as dropped:
             raise DataError(dropped.detail) from dropped
-        return self._encode([(text, False)], guarded.guard)[0]
+        return self._encode(self._placed(_cut_at([(text, False)], guarded.guard)))[0]
 
     def conversation(
         self,
@@ -89,7 +90,7 @@ class JinjaTemplate:
             segments = self.segments(view)
         except RowDropped as dropped:
             raise DataError(dropped.detail) from dropped
-        tokens, mask = self._encode(segments, None)
+        tokens, mask = self._encode(segments)
         return Rendered(tokens=tokens, mask=mask)
 
     def text(self, tokens: Sequence[int], thinking: bool = False) -> str:
@@ -104,10 +105,6 @@ class JinjaTemplate:
         """Text of the whole render cut where answers begin and end. Raises RowDropped."""
         guarded = _Guarded(self, view)
         whole = guarded.render(len(view.messages))
-        if self.tokenizer.bos_id is not None:
-            bos = self.tokenizer.token(self.tokenizer.bos_id)
-            if bos and whole.startswith(bos + bos):
-                raise RowDropped("template failed", f"{self._where} begins with two {bos}")
         out: list[Segment] = []
         at = 0
         for number in sorted(i for i in view.trained if view.messages[i]["role"] == "assistant"):
@@ -116,13 +113,13 @@ class JinjaTemplate:
             out += guarded.flagged(whole[start:end], number)
             at = end
         out.append((whole[at:], False))
-        return _cut_at(out, guarded.guard)
+        return self._placed(_cut_at(out, guarded.guard))
 
     def render(self, messages: Sequence[Mapping[str, Any]], view: View, answer_next: bool = False) -> str:
         """The template's text. Raises RowDropped("template failed") with its message."""
         wishes = {"reasoning_budget": view.budget, "reasoning_effort": view.effort}
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=messages,
                 tools=[dict(tool) for tool in view.tools] or None,
                 documents=None,
@@ -135,6 +132,10 @@ class JinjaTemplate:
         # A template is a program of its own: whatever it raises is about this conversation.
         except Exception as error:
             raise RowDropped("template failed", f"{self._where}: {type(error).__name__}: {error}") from error
+        bos = self._named.get("bos_token")
+        if bos and text.startswith(bos + bos):
+            raise RowDropped("template failed", f"{self._where} begins with two {bos}")
+        return text
 
     def answer_end(self, text: str) -> int:
         """Where an answer ends in what is written for it: after its last token's spelling, if blanks
@@ -172,11 +173,28 @@ class JinjaTemplate:
             effort=effort,
         )
 
-    def _encode(self, segments: Sequence[Segment], guard: str | None) -> tuple[list[int], list[int]]:
+    def _placed(self, pieces: list[Segment]) -> list[Segment]:
+        """The pieces as ids where a tokenizer reads them otherwise by themselves than inside their text."""
+        if not self._places_matter:
+            return pieces
+        out: list[Segment] = []
+        before = ""
+        for text, trained in pieces:
+            written = list(self._spelled.finditer(before))[-1:] if self._spelled is not None else []
+            token = next((match.group() for match in written if match.end() == len(before)), "\n")
+            lead = self.tokenizer.encode(token, special=True) if before else []
+            ids = self.tokenizer.encode(token + text, special=True) if before else []
+            begun = lead and ids[: len(lead)] == lead
+            ids = ids[len(lead) :] if begun else self.tokenizer.encode(text, special=True)
+            out.append((tuple(ids), trained))
+            before = text
+        return out
+
+    def _encode(self, segments: Sequence[Segment]) -> tuple[list[int], list[int]]:
         tokens: list[int] = []
         mask: list[int] = []
-        for piece, trained in segments if guard is None else _cut_at(segments, guard):
-            ids = self.tokenizer.encode(piece, special=True)
+        for piece, trained in segments:
+            ids = self.tokenizer.encode(piece, special=True) if isinstance(piece, str) else piece
             tokens += ids
             mask += [int(trained)] * len(ids)
         return tokens, mask
@@ -320,6 +338,14 @@ def _spellings(tokenizer: Tokenizer, source: str) -> re.Pattern[str] | None:
     texts = {token["content"] for token in added if token.get("special") or token["content"] in source}
     ordered = sorted((text for text in texts if len(text.strip()) > 1), key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _places_matter(tokenizer: Tokenizer) -> bool:
+    """Whether it begins every text with a blank of its own, or has tokens that take the blanks beside
+    them."""
+    added = tokenizer.content.get("added_tokens", [])
+    inside = tokenizer.encode("\na")[len(tokenizer.encode("\n")) :]
+    return tokenizer.encode("a") != inside or any(token.get("rstrip") for token in added)
 
 
 def _compiled(source: str, where: str) -> jinja2.Template:
