@@ -1,5 +1,5 @@
 #!/bin/sh
-# A virtual environment with vLLM's CPU build and this project, for `pytest -m vllm tests/vllm`.
+# A virtual environment with vLLM's CPU build and this project, for `pytest -m vllm tests/with_vllm`.
 # Usage: scripts/vllm_test_env.sh FOLDER        (PYTHON: the interpreter to use, 3.11 or newer)
 # About 3.5 GB. pip must find torch's CPU wheel (`+cpu`), which is not on every index: see docs/vllm.md.
 set -eu
@@ -27,4 +27,4 @@ import nemotron_ultra
 
 print(f"vllm {vllm.__version__}, torch {torch.__version__}, nemotron-ultra {nemotron_ultra.__version__}")
 CHECK
-echo "run the tests with: $python -m pytest -m vllm tests/vllm"
+echo "run the tests with: $python -m pytest -m vllm tests/with_vllm"

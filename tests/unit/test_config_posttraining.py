@@ -246,3 +246,8 @@ def test_a_run_of_an_earlier_version_has_none_of_the_new_parts():
         del values[key]
     del values["trainer"]["name"]
     assert checked(RunConfig, values) == load_recipe("pretrain")
+
+
+def test_vllm_is_asked_for_before_anything_is_built():
+    lines = list(shortfalls(load_recipe("grpo", ["rollout.generator=vllm"]), LAPTOP))
+    assert len(lines) == 1 and "rollout.generator: vllm is not installed" in lines[0]

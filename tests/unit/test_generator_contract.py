@@ -1,4 +1,4 @@
-"""The Sampler keeps the contract of generators; vLLM's generator keeps the same one in tests/vllm."""
+"""The Sampler keeps the contract of generators; vLLM's generator keeps the same one in tests/with_vllm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said about a vLLM engine before there is one; the engine itself is tested in tests/vllm."""
+"""What is said about a vLLM engine before there is one; the engine itself is tested in tests/with_vllm."""
 
 from __future__ import annotations
 

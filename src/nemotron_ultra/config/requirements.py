@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -55,6 +56,11 @@ def shortfalls(config: RunConfig, machine: Machine) -> Iterator[str]:
     if config.engine.name != "torch":
         yield f"engine: needs {config.engine.name}, this version has torch only"
         return
+    if config.rollout is not None and config.rollout.generator == "vllm" and find_spec("vllm") is None:
+        yield (
+            "rollout.generator: vllm is not installed: pip install 'nemotron-ultra[vllm]' (CUDA), or take "
+            "rollout.generator=sampler"
+        )
     yield from _torch_limits(config)
 
 

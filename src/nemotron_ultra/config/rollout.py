@@ -22,6 +22,9 @@ class RolloutConfig:
     max_age: Annotated[Whole, Field(ge=0, le=1)] = 0
     """Versions that a rollout may be behind the weights it trains: 0 generates and trains in turn, 1
     generates the next batch beside the training of this one."""
+    generator: Literal["sampler", "vllm"] = "sampler"
+    """What draws the tokens: sampler, the reference, on the learner's device; vllm, for GPUs, needs the extra
+    `vllm` and computes without the precision policy."""
     max_slots: Positive = 256
     """Rollouts that are generated at once; it changes speed and memory, never a token."""
     long_prompts: Literal["error", "skip"] = "error"

@@ -58,7 +58,8 @@ def _data_problems(c: RunConfig) -> Iterator[str]:
         yield "data.phases: got []; allowed: at least one with trainer.name=pretrain"
     if name != "pretrain" and (c.data.phases or c.data.alternates):
         packs = ("tasks or packs", "data=tasks or data=packs") if name == "sft" else ("tasks", "data=tasks")
-        yield "data.phases: has no effect with trainer.name={}, which learns from {}; use {}".format(name, *packs)
+        learns, use = packs
+        yield f"data.phases: has no effect with trainer.name={name}, which learns from {learns}; use {use}"
     if name != "sft" and c.data.packs is not None:
         yield f"data.packs: has no effect with trainer.name={name}; leave it out, or use sft"
     if name != "sft" and c.trainer.loss_mean != "tokens":

@@ -24,7 +24,7 @@ class TrainerConfig:
     mtp_loss_scale: NonNegativeReal = 0.1
     """Weight of the MTP losses together; each depth gets scale / depths (report 2.4)."""
     loss_mean: Literal["tokens", "conversations"] = "tokens"
-    """Mean that sft's loss is: over all trained tokens, or inside each conversation first (Super's report)."""
+    """Mean that sft's loss is: over all trained tokens, or inside each conversation first (Super)."""
     loss_mean_after: NonNegative = 0
     """Steps by the mean over tokens before loss_mean=conversations begins: Super's two stages in one run."""
     router_balance_coefficient: NonNegativeReal = 1e-4

@@ -1,7 +1,7 @@
 """The mean that a fine-tuning loss is: over all trained tokens, or inside each conversation first.
 
 tokens          sum_c sum_t ce_ct / sum_c n_c
-conversations   1/C sum_c (1/n_c) sum_t ce_ct     n_c trained tokens of conversation c, C conversations with some
+conversations   1/C sum_c (1/n_c) sum_t ce_ct     n_c trained tokens of c, C conversations with some
 
 Super's second stage is the latter (its report, section 3.1): long inputs with short answers keep their say.
 Both are a weight per token, divided by the sum of the weights of the global batch.

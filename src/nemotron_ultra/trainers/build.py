@@ -20,7 +20,9 @@ from nemotron_ultra.engine.recompute import recompute_blocks
 from nemotron_ultra.engine.schedule import Schedule
 from nemotron_ultra.engine.torch_engine import TorchEngine
 from nemotron_ultra.errors import BackendError, CheckpointError, ConfigError, NonFiniteError
+from nemotron_ultra.generation.base import Generator
 from nemotron_ultra.generation.sampler import Sampler
+from nemotron_ultra.generation.vllm_generator import VLLMGenerator, VLLMOptions
 from nemotron_ultra.model.hf_folder import load_model, save_model
 from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.observe.console import Console
@@ -129,14 +131,19 @@ def build_engine(config: RunConfig, model: HybridLM) -> TorchEngine:
     )
 
 
-def build_generator(config: RunConfig, model: HybridLM) -> Sampler:
-    """A generator with a model of its own, of the same shape and precision; it waits for published
-    weights.
+def build_generator(config: RunConfig, model: HybridLM) -> Generator:
+    """A generator with a model of its own, of the same shape; it waits for published weights.
+
+    The Sampler has the learner's precision too. Raises BackendError without vLLM where that is asked for.
     """
+    slots = config.rollout.max_slots
+    if config.rollout.generator == "vllm":
+        options = VLLMOptions(max_tokens=config.data.sequence_length, max_slots=slots)
+        return VLLMGenerator.of(model, options)
     weight = model.lm_head.weight
     twin = HybridLM(model.config, device=weight.device, dtype=weight.dtype).requires_grad_(False).eval()
     apply_policy(twin, config.precision)
-    return Sampler(twin, max_slots=config.rollout.max_slots)
+    return Sampler(twin, max_slots=slots)
 
 
 def build_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device) -> Teachers:

@@ -13,6 +13,7 @@ import torch
 
 from nemotron_ultra.data.batch import TokenBatch
 from nemotron_ultra.errors import BackendError, DataError
+from nemotron_ultra.generation.base import Generator
 from nemotron_ultra.generation.sampler import Sampler
 from nemotron_ultra.model.score import score
 from nemotron_ultra.rl.advantage import teacher_gap
@@ -28,7 +29,7 @@ PROBLEMS, TOKENS = 2, 16  # of each domain, of each answer
 
 
 def check_rollouts(
-    run: Run, generator: Sampler, collect: Collector, environments: Mapping[str, Environment]
+    run: Run, generator: Generator, collect: Collector, environments: Mapping[str, Environment]
 ) -> None:
     """Draw a few answers with the weights of now and compare. Raises BackendError or DataError; on success
     the largest differences are noted on the screen and in run.json.
@@ -49,7 +50,9 @@ def check_rollouts(
             allowed=f"{SAMPLER_TOLERANCE[precision]:g} with precision.weights={precision}",
             do="the generator holds other weights or computes another model; nothing was trained",
         )
-    own_T = score(generator.model, batch.tokens_T, batch.labels_T, batch.cu_seqlens).float().cpu()
+    # vLLM has no model object of ours; its log-probs were compared above.
+    judge = generator.model if isinstance(generator, Sampler) else run.engine.model
+    own_T = score(judge, batch.tokens_T, batch.labels_T, batch.cu_seqlens).float().cpu()
     gap = _largest(batch, teacher_gap(own_T, batch.proximal_logprob_T, batch.weight_T))
     if not gap <= TEACHER_TOLERANCE[precision]:
         raise BackendError(
@@ -111,7 +114,7 @@ def check_labels(batch: TokenBatch, groups: Sequence[Group]) -> None:
 
 
 def _short_answers(
-    generator: Sampler, collect: Collector, environments: Mapping[str, Environment]
+    generator: Generator, collect: Collector, environments: Mapping[str, Environment]
 ) -> list[Group]:
     """One short answer at temperature 1 to the first held-out problems of every domain."""
     problems = [env.held_out(i) for env in environments.values() for i in range(PROBLEMS)]
