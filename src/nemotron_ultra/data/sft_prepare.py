@@ -24,7 +24,13 @@ from nemotron_ultra.data.pack_manifest import read_pack_manifest
 from nemotron_ultra.data.pool import WorkerKilled, work_all
 from nemotron_ultra.data.render import Template
 from nemotron_ultra.data.sft_manifest import write_manifest
-from nemotron_ultra.data.sft_parts import ChatOptions, ChatReceipt, ChatSetup, read_chat_receipts
+from nemotron_ultra.data.sft_parts import (
+    ChatOptions,
+    ChatReceipt,
+    ChatSetup,
+    ChatWorker,
+    read_chat_receipts,
+)
 from nemotron_ultra.data.sft_plan import PackOptions, Plan, make_plan
 from nemotron_ultra.data.sft_shards import PartPlace, ShardSetup, read_shard_receipts
 from nemotron_ultra.data.sft_sources import Source
@@ -147,7 +153,9 @@ def _spool(job: ChatJob, folder: Path, workers: int, progress: Progress) -> Rece
         done[receipt.source][receipt.number] = receipt
         progress.spooled(receipt, False)
 
-    _work(lambda: _todo(job.sources, done), setup.open, workers, keep, progress)
+    here = ChatWorker(folder, job.template, job.options)  # opened already, and its caches are warm
+    opener = setup.open if workers > 1 else lambda: here
+    _work(lambda: _todo(job.sources, done), opener, workers, keep, progress)
     return {source.name: done_parts(done[source.name], source.spec.cap) for source in job.sources}
 
 
