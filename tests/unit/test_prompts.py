@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from nemotron_ultra import prep
+from nemotron_ultra.data.documents import BOM
 from nemotron_ultra.data.messages import RowDropped
 from nemotron_ultra.data.prompt_rows import read_prompt
 
@@ -145,11 +146,11 @@ def test_rows_that_are_no_prompts(row, reason):
 
 def test_every_drop_is_counted_with_its_line(tmp_path, capsys):
     rows = [own("3 + 4 ="), "{broken\n", "\n", "[1]\n", own("3 + 4 ="), own("hard", pass_rate=0.0)]
-    rows += [own("easy", pass_rate=1.0), own("long " * 100), own("other", environment="chess"), own("\ud800")]
-    rows += [own("half", answer="\ud800")]
+    rows += [own("easy", pass_rate=1.0), own("long " * 100), own("other", environment="chess")]
+    rows += [own("half", environment='{"name": "reasoning_gym", "args": {"x": "\\ud800"}}')]
     flags = ["--min-pass-rate", "0.1", "--max-pass-rate", "0.9", "--max-tokens", "40"]
     status, manifest = run(tmp_path, rows, *flags, "--only-environment", "reasoning_gym")
-    assert status == 0 and manifest["rows"] == 10
+    assert status == 0 and manifest["rows"] == 9
     assert manifest["examples"]["not JSON"] == ["in.jsonl:2"]
     assert manifest["examples"]["not a JSON object"] == ["in.jsonl:4"]
     assert manifest["examples"]["duplicate prompt"] == ["in.jsonl:5"]
@@ -157,10 +158,23 @@ def test_every_drop_is_counted_with_its_line(tmp_path, capsys):
     assert manifest["examples"]["pass rate above the bound"] == ["in.jsonl:7: 1.0"]
     assert manifest["examples"]["prompt too long"][0].startswith("in.jsonl:8: 1")
     assert manifest["examples"]["environment not chosen"] == ["in.jsonl:9: chess"]
-    assert manifest["dropped"]["half of a surrogate pair in the text"] == 1
-    assert manifest["examples"]["bad content"][0].startswith("in.jsonl:10: message 0")
-    assert sum(manifest["dropped"].values()) == 9
+    assert manifest["examples"]["half of a surrogate pair in the text"] == ["in.jsonl:10"]
+    assert sum(manifest["dropped"].values()) == 8
     assert "dropped 1: duplicate prompt (first: in.jsonl:5)" in capsys.readouterr().out
+
+
+def test_what_is_no_utf8_is_mended_and_counted(tmp_path, capsys):
+    rows = [own("caf\xe9"), own("half \ud83d"), own("whole \U0001f642")]
+    lines = [
+        json.dumps(rows[0], ensure_ascii=False).encode("latin-1"),
+        *(json.dumps(r).encode() for r in rows[1:]),
+    ]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join([BOM + lines[0], *lines[1:]]))
+    assert prep.main(["prompts", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out")]) == 0
+    written = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_bytes().splitlines()]
+    texts = [row["messages"][0]["content"] for row in written]
+    assert texts == ["caf\ufffd", "half \ufffd", "whole \U0001f642"]
+    assert "2 rows held invalid UTF-8" in capsys.readouterr().out
 
 
 def test_held_out_prompts_leave_but_shared_instructions_do_not(tmp_path):

@@ -1,4 +1,7 @@
-"""Rows of JSONL and parquet files, each with its place ("file:line") or the reason it is none."""
+"""Rows of JSONL and parquet files, each with its place ("file:line") or the reason it is none.
+
+As in `prep text` and `prep sft`, bytes that are not UTF-8 and half surrogate pairs become U+FFFD.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemotron_ultra.data.documents import BOM, open_binary
+from nemotron_ultra.data.documents import BOM, LONE_SURROGATE, open_binary
 from nemotron_ultra.data.inputs import InputFile, find_files, parquet_module
 from nemotron_ultra.errors import DataError
 
 NOT_JSON = "not JSON"
-NOT_UTF8 = "not UTF-8"
 NOT_AN_OBJECT = "not a JSON object"
 
 
 @dataclass(frozen=True)
 class Row:
-    """`value`, or `dropped`: why there is none. place: FILE:LINE, lines from 1 (parquet: rows from 1)."""
+    """`value`, or `dropped`: why there is none. place: FILE:LINE, lines from 1 (parquet: rows from 1).
+    invalid: it held what is no UTF-8."""
 
     place: str
     value: dict[str, Any]
     dropped: str | None = None
+    invalid: bool = False
 
 
 def find_row_files(inputs: list[str], out: Path) -> list[InputFile]:
@@ -51,23 +55,29 @@ def read_rows(file: InputFile) -> Iterator[Row]:
         raise DataError(f"cannot read {file.path}", got=error) from error
 
 
-def parse_line(line: bytes) -> tuple[dict[str, Any], str | None]:
-    """(object, None), or ({}, reason) for a line that holds none."""
+def parse_line(line: bytes, place: str) -> Row:
+    """The row of a line of JSONL."""
+    line = line.removeprefix(BOM)
     try:
-        value = json.loads(line.removeprefix(BOM).decode("utf-8"))
+        text, invalid = line.decode("utf-8"), False
     except UnicodeDecodeError:
-        return {}, NOT_UTF8
+        text, invalid = line.decode("utf-8", "replace"), True
+    try:
+        value = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:
+            spelled = json.dumps(value, ensure_ascii=False)
+            if LONE_SURROGATE.search(spelled):
+                value, invalid = json.loads(LONE_SURROGATE.sub("\ufffd", spelled)), True
     except (ValueError, RecursionError):
-        return {}, NOT_JSON
-    return (value, None) if isinstance(value, dict) else ({}, NOT_AN_OBJECT)
+        return Row(place, {}, NOT_JSON)
+    return Row(place, value, invalid=invalid) if isinstance(value, dict) else Row(place, {}, NOT_AN_OBJECT)
 
 
 def _jsonl(file: InputFile) -> Iterator[Row]:
     with open_binary(file.path) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
-                value, dropped = parse_line(line)
-                yield Row(f"{file.name}:{number}", value, dropped)
+                yield parse_line(line, f"{file.name}:{number}")
 
 
 def _parquet(file: InputFile) -> Iterator[Row]:

@@ -147,7 +147,7 @@ def preview_chats(
         except RowDropped as error:
             dropped.append((row.place, error.reason, error.detail))
     if not groups and not dropped:
-        raise DataError(f"{path} has no row {start}", do="name a smaller --start")
+        raise DataError(f"{path} has no row {start}" if start else f"{path} holds no rows")
     facts = (
         ("tokenizer", template.tokenizer.name),
         ("template", template.name),

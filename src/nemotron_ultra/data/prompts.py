@@ -54,6 +54,7 @@ class Counts:
     """Rows in = written + dropped."""
 
     rows: int = 0
+    invalid_utf8: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
     splits: dict[str, Counter[str]] = field(default_factory=lambda: {split: Counter() for split in SPLITS})
@@ -121,6 +122,7 @@ def prepare_prompts(
         "identity": json.loads(json.dumps(identity)),
         "sources": dict(counts.sources),
         "rows": counts.rows,
+        "invalid_utf8": counts.invalid_utf8,
         "splits": {s: {"prompts": sum(c.values()), "domains": dict(c)} for s, c in counts.splits.items()},
         "environments": dict(counts.environments),
         "dropped": dict(counts.dropped),
@@ -167,6 +169,7 @@ def _counted(files: list[InputFile], counts: Counts, report: Report) -> Iterator
     for file in files:
         for row in read_rows(file):
             counts.rows += 1
+            counts.invalid_utf8 += row.invalid
             counts.sources[file.name] += 1
             report(counts.rows, done)
             yield row

@@ -97,6 +97,8 @@ def summary(out: Path, manifest: dict[str, Any], was_there: bool) -> list[str]:
         lines.append(f"{split:<6}{row['prompts']:>10,} prompts  {domains}")
     names = ", ".join(f"{name} {count:,}" for name, count in sorted(manifest["environments"].items()))
     lines.append(f"environments: {names}")
+    if manifest["invalid_utf8"]:
+        lines.append(f"{manifest['invalid_utf8']:,} rows held invalid UTF-8; those bytes became U+FFFD")
     for reason, count in sorted(manifest["dropped"].items(), key=lambda item: -item[1]):
         lines.append(f"dropped {count:,}: {reason} (first: {manifest['examples'][reason][0]})")
     return lines

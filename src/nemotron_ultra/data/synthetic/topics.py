@@ -63,12 +63,12 @@ def read_topics(file: InputFile) -> list[dict[str, str]]:
 def _topic(line: bytes, file: InputFile, number: int) -> dict[str, str]:
     if file.kind != "jsonl":
         return {"topic": line.decode("utf-8", "replace").strip()}
-    row, dropped = parse_line(line)
-    found = {key: row[key] for key in ("topic", "text") if isinstance(row.get(key), str) and row[key].strip()}
-    if dropped or not found:
-        raise DataError(
-            f"{file.name}:{number} is no topic", got=dropped or list(row), allowed='"topic", "text"'
-        )
+    row = parse_line(line, f"{file.name}:{number}")
+    texts = {key: row.value.get(key) for key in ("topic", "text")}
+    found = {key: text for key, text in texts.items() if isinstance(text, str) and text.strip()}
+    if not found:
+        got = row.dropped or list(row.value)
+        raise DataError(f"{row.place} is no topic", got=got, allowed='"topic", "text"')
     return found
 
 
