@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -13,7 +15,7 @@ from micro import micro_model
 from nemotron_ultra import generate as cli
 from nemotron_ultra.data.chat import ChatTemplate
 from nemotron_ultra.data.tokenizer import load_tokenizer
-from nemotron_ultra.generate.talk import Dialog
+from nemotron_ultra.generate.talk import Dialog, Interrupt
 from nemotron_ultra.generation import generate
 from nemotron_ultra.model.hf_folder import load_model, save_model
 
@@ -145,6 +147,16 @@ def test_a_full_conversation_says_so(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nagain\n/reset\nhello\n"))
     code, _, err = run("--chat", "--max-tokens", 30, "--context", 50)
     assert code == 0 and "no room for an answer" in err and "/reset" in err
+
+
+def test_an_interrupt_ends_an_answer_between_rounds():
+    with Interrupt() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("thinking", ["off", "medium"])

@@ -7,9 +7,10 @@ put behind it.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from nemotron_ultra.data.render import Template
 from nemotron_ultra.errors import DataError
@@ -137,6 +138,26 @@ class Writer:
             self._thinks = False
 
 
+class Interrupt:
+    """Ctrl-C is only noted, so that no round is left half done; the second one is an interrupt."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
 def _answer(
     loaded: Loaded,
     asked: argparse.Namespace,
@@ -157,13 +178,12 @@ def _answer(
     turn.check(loaded.rows, answers.scheduler.max_tokens, decodes=True)
     writer, tokens = Writer(sys.stdout), []
     text = AnswerText(loaded.tokenizer, loaded.stop_ids, asked.stop, thinking)
-    try:
-        with speed:
-            for event in run_turn(answers, turn):
-                tokens += event.tokens
-                writer.write(text.push(event.tokens))
-    except KeyboardInterrupt:
-        print(" (stopped)", file=sys.stderr)
+    with speed, Interrupt() as stop:
+        for event in run_turn(answers, turn):
+            tokens += event.tokens
+            writer.write(text.push(event.tokens))
+            if stop.asked:
+                break
     writer.write(text.finish())
     writer.end()
     if dialog:

@@ -166,23 +166,19 @@ class Service:
         except Refused as refused:
             raise ApiError(str(refused), status=refused.status) from refused
         gone = asyncio.create_task(_wait_until_gone(request.receive))
-        getting = None
+        gone.add_done_callback(lambda _: inbox.put_nowait((-1, None)))
         try:
             yield -1, None
             while keys:
-                getting = asyncio.create_task(inbox.get())
-                await asyncio.wait({getting, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if gone.done():
+                number, what = await inbox.get()
+                if what is None:
                     raise ClientGone
-                number, what = getting.result()
                 if self._ends(what):
                     del keys[number]
                 yield number, what
         finally:
             self.worker.cancel(list(keys.values()))
-            for task in (gone, getting):
-                if task is not None:
-                    task.cancel()
+            gone.cancel()
 
     def _ends(self, what: Event | Failure) -> bool:
         """Whether a turn ends with this. Raises ApiError where it ends without an answer."""
