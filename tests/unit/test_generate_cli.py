@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from micro import micro_model
 from nemotron_ultra import generate as cli
-from nemotron_ultra.data.chat import ChatTemplate
+from nemotron_ultra.data.chat import ChatTemplate, load_template
 from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.generate.talk import Dialog, Interrupt
 from nemotron_ultra.generation import generate
@@ -185,6 +186,26 @@ def test_history_is_what_the_template_renders():
         {"role": "user", "content": "two"},
     ]
     assert dialog.asked("two", "off", None) == template.prompt(chat)
+
+
+JINJA = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_folder_that_brings_a_template_is_asked_by_it(folder, tmp_path, capsys):
+    path = tmp_path / "own"
+    shutil.copytree(folder, path)
+    (path / "chat_template.jinja").write_text(JINJA)
+    assert cli.main([str(path), "--prompt", "why?", "--max-tokens", "6", "--temperature", "0"]) == 0
+    captured = capsys.readouterr()
+    prompt = TOKENIZER.encode("<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n", special=True)
+    assert captured.out == TOKENIZER.decode(expected(folder, prompt, 6).tokens) + "\n"
+    dialog = Dialog(load_template(load_tokenizer(path), "tokenizer"), None)
+    dialog.answered(dialog.asked("why?", "off", None), [9, 8, TOKENIZER.id("<|im_end|>")])
+    rest = "\n<|im_start|>user\nso?<|im_end|>\n<|im_start|>assistant\n"
+    assert dialog.asked("so?", "off", None) == dialog.ids + TOKENIZER.encode(rest, special=True)
 
 
 @pytest.mark.parametrize(

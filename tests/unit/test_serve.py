@@ -115,6 +115,25 @@ def test_tools_are_part_of_the_prompt(client):
     assert answer.prompt_token_ids == TEMPLATE.prompt(HELLO)
 
 
+def test_an_answer_given_back_with_its_ids_is_not_encoded_anew(client):
+    asked = dict(model="micro", max_tokens=7, seed=4, extra_body={"return_token_ids": True})
+    first = client.chat.completions.create(messages=HELLO, **asked)
+    choice = first.choices[0]
+    ids = {"prompt_token_ids": first.prompt_token_ids, "token_ids": choice.token_ids}
+    said = {"role": "assistant", "content": choice.message.content}
+    messages = [*HELLO, said | ids, {"role": "user", "content": "and?"}]
+    second = client.chat.completions.create(messages=messages, **asked)
+    drawn = [*first.prompt_token_ids, *choice.token_ids]
+    rest = TEMPLATE.prompt([*HELLO, {"role": "assistant", "content": "x"}, messages[-1]])
+    assert second.prompt_token_ids[: len(drawn)] == drawn
+    assert rest[-(len(second.prompt_token_ids) - len(drawn)) :] == second.prompt_token_ids[len(drawn) :]
+    result = [{"role": "tool", "content": "42"}, {"role": "tool", "content": "43"}]
+    third = client.chat.completions.create(messages=[*HELLO, said | ids, *result], **asked)
+    assert "42" in TOKENIZER.decode(third.prompt_token_ids[len(drawn) :])
+    with pytest.raises(openai.BadRequestError, match="must be a list of token ids"):
+        client.chat.completions.create(messages=[*HELLO, said | {"token_ids": "x"}, HELLO[0]], **asked)
+
+
 def test_models_health_and_metrics(client, running):
     assert [model.id for model in client.models.list()] == ["micro"]
     assert client.models.retrieve("micro").max_model_len == 256

@@ -1,8 +1,4 @@
-"""One prompt, or a conversation, streamed to the terminal.
-
-A conversation is ids that only grow: what was drawn stays as it was drawn, and only the new message's ids are
-put behind it.
-"""
+"""One prompt, or a conversation, streamed to the terminal."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any, TextIO
 
 from nemotron_ultra.data.render import Template
@@ -27,6 +24,7 @@ from nemotron_ultra.generate.asking import (
 )
 from nemotron_ultra.generate.load import Loaded
 from nemotron_ultra.generation.answers import MODES, Answers
+from nemotron_ultra.generation.dialog import continued
 from nemotron_ultra.generation.text import AnswerText, Piece
 
 HELP = "/reset begins anew, /thinking off|regular|medium, /budget N (0: none), /quit or Ctrl-D ends"
@@ -90,20 +88,12 @@ class Dialog:
     def asked(self, text: str, thinking: str, budget: int | None) -> list[int]:
         """Ids of all so far, the new question and the opening of its answer."""
         mode = MODES[thinking]
-        wishes = {"budget": budget if mode.thinking else None, "effort": mode.effort}
         question = {"role": "user", "content": text}
-        if not self.ids:
-            system = [{"role": "system", "content": self.system}] if self.system else []
-            return self.template.prompt([*system, question], mode.thinking, **wishes)
-        # What the template puts behind an answer does not depend on the answer, so any will do.
-        before = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
-        whole = self.template.conversation([*before, question], mode.thinking, **wishes)
-        end = len(whole.mask) - whole.mask[::-1].index(1)
-        closing = whole.tokens[end - 1]
-        prompt = self.template.prompt([*before, question], mode.thinking, **wishes)
-        ended = self.ids[-1] in self.template.stop_ids
-        history = self.ids[:-1] if ended else self.ids
-        return [*history, *([closing] if closing in self.template.stop_ids else []), *prompt[end:]]
+        if self.ids:
+            return continued(self.template, self.ids, [question], mode, budget=budget)
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        wishes = {"budget": budget if mode.thinking else None, "effort": mode.effort}
+        return self.template.prompt([*system, question], mode.thinking, **wishes)
 
     def answered(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
         self.ids = [*prompt, *tokens]
@@ -178,8 +168,8 @@ def _answer(
     turn.check(loaded.rows, answers.scheduler.max_tokens, decodes=True)
     writer, tokens = Writer(sys.stdout), []
     text = AnswerText(loaded.tokenizer, loaded.stop_ids, asked.stop, thinking)
-    with speed, Interrupt() as stop:
-        for event in run_turn(answers, turn):
+    with speed, Interrupt() as stop, closing(run_turn(answers, turn)) as events:
+        for event in events:
             tokens += event.tokens
             writer.write(text.push(event.tokens))
             if stop.asked:

@@ -13,6 +13,7 @@ from nemotron_ultra.data.tokenizer import Tokenizer
 from nemotron_ultra.errors import NemotronError
 from nemotron_ultra.generation.answers import MODES, Budget, Mode, Turn
 from nemotron_ultra.generation.base import Request
+from nemotron_ultra.generation.dialog import continued
 from nemotron_ultra.serve.errors import ApiError
 from nemotron_ultra.serve.fields import CHAT, COMPLETIONS, STREAM_WORDS, TEMPLATE_WORDS, read
 
@@ -80,13 +81,7 @@ def chat_ask(content: Any, served: Served) -> Ask:
     budget = _budget(given["thinking_budget"] or kwargs["reasoning_budget"], mode, served)
     tools = given["tools"] or [] if given["tool_choice"] == "auto" else []
     try:
-        prompt = served.template.prompt(
-            given["messages"],
-            mode.thinking,
-            tools=tools,
-            budget=budget.tokens if budget else None,
-            effort=mode.effort,
-        )
+        prompt = _chat_prompt(given["messages"], mode, tools, budget.tokens if budget else None, served)
     except NemotronError as error:
         raise ApiError.of(error, "messages") from error
     most = given["max_completion_tokens"] or given["max_tokens"]
@@ -101,6 +96,29 @@ def chat_ask(content: Any, served: Served) -> Ask:
         tools=tools,
         **_telling(given),
     )
+
+
+def _chat_prompt(
+    messages: list[dict[str, Any]],
+    mode: Mode,
+    tools: Sequence[dict[str, Any]],
+    budget: int | None,
+    served: Served,
+) -> list[int]:
+    """An answer that comes with the ids it was asked and drawn with, as they were told, is not encoded anew:
+    they begin the prompt, in place of it and of all messages before it.
+    """
+    drawn = [place for place, message in enumerate(messages) if message.get("token_ids") is not None]
+    if not drawn:
+        return served.template.prompt(messages, mode.thinking, tools=tools, budget=budget, effort=mode.effort)
+    place, ids = drawn[-1], []
+    for name in ("prompt_token_ids", "token_ids"):
+        given = messages[place].get(name)
+        if not isinstance(given, list) or not given or not all(type(id) is int for id in given):
+            raise ApiError(f"messages[{place}].{name}: must be a list of token ids", param="messages")
+        ids += given
+    after = messages[place + 1 :]
+    return continued(served.template, ids, after, mode, tools=tools, budget=budget)
 
 
 def completion_ask(content: Any, served: Served) -> Ask:
