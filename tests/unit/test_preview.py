@@ -161,5 +161,8 @@ def test_errors_have_no_traceback(tmp_path, packs, capsys):
     assert main(["preview", str(packs), "--start", "999"]) == 3
     (tmp_path / "t.txt").write_text("text")
     assert main(["preview", str(tmp_path / "t.txt")]) == 3
+    (tmp_path / "e.jsonl").write_text("\n")
+    assert main(["preview", str(tmp_path / "e.jsonl")]) == 3
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 4 and all(line.startswith("error: ") for line in errors)
+    assert len(errors) == 5 and all(line.startswith("error: ") for line in errors)
+    assert errors[-1].endswith("e.jsonl holds no rows")

@@ -217,6 +217,15 @@ def test_the_same_command_again_and_another_into_the_same_folder(tmp_path, capsy
     assert "finished but damaged" in capsys.readouterr().err
 
 
+def test_after_an_error_the_folder_takes_the_mended_command(tmp_path, capsys):
+    rows = [own("q") | {"domain": None}]
+    assert run(tmp_path, rows)[0] == 3
+    assert "--domain NAME gives one" in capsys.readouterr().err
+    assert run(tmp_path, rows, "--domain", "d")[0] == 0
+    assert run(tmp_path, rows, "--domain", "e")[0] == 3
+    assert "options.domain: d there, e here" in capsys.readouterr().err
+
+
 def test_parquet_and_compressed_rows_are_the_same_prompts(tmp_path):
     parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     rows = [CHOICE, CALLS | {"responses_create_params": json.dumps(CALLS["responses_create_params"])}]

@@ -2,6 +2,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from nemotron_ultra import prep
 from nemotron_ultra.config.compose import load_recipe
 from nemotron_ultra.data.synthetic.gym import Gym, Spec
@@ -94,6 +96,15 @@ def test_bad_commands_say_what_is_allowed(tmp_path, capsys):
         assert words in error and "Traceback" not in error
         claimed = (tmp_path / str(number) / "job.json").exists()
         assert claimed == (number == len(cases) - 1)  # but for the last, mended options may use the folder
+
+
+@pytest.mark.parametrize(
+    "flag", ["--retries=-1", "--timeout=0", "--timeout=nan", "--temperature=-1", "--count=0"]
+)
+def test_numbers_out_of_range(tmp_path, capsys, flag):
+    with pytest.raises(SystemExit) as stopped:
+        synth(tmp_path / "out", "--endpoint", "http://localhost:1", "--model", "m", flag)
+    assert stopped.value.code == 2 and f"argument {flag.partition('=')[0]}: " in capsys.readouterr().err
 
 
 def test_without_the_extra_the_error_names_it(tmp_path):

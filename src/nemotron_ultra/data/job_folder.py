@@ -12,10 +12,13 @@ from nemotron_ultra.errors import DataError
 JOB = "job.json"
 
 
-def open_job(out: Path, identity: dict[str, Any], owned: tuple[str, ...]) -> dict[str, Any] | None:
+def open_job(
+    out: Path, identity: dict[str, Any], owned: tuple[str, ...], *, goes_on: bool
+) -> dict[str, Any] | None:
     """The manifest of the finished folder `out`, or None: it is now claimed for `identity` and to be filled.
 
     identity: JSON values; equal identities mean equal bytes. owned: names of files the command will write.
+    goes_on: an unfinished folder holds work that the same job goes on from, so that no other may take it.
     Raises DataError for a folder of another job (with what differs), of files that are not this command's,
     or whose finished files were changed.
     """
@@ -28,8 +31,11 @@ def open_job(out: Path, identity: dict[str, Any], owned: tuple[str, ...]) -> dic
             raise DataError(f"{out} holds {', '.join(there)} of something else", do="name another --out")
         write_json(claim, identity)
         return None
-    _same(out, _read(claim), identity)
-    if not (out / NAME).is_file():
+    finished = (out / NAME).is_file()
+    if finished or goes_on:
+        _same(out, _read(claim), identity)
+    if not finished:
+        write_json(claim, identity)
         return None
     manifest = _read(out / NAME)
     damaged = damaged_files(out, manifest)

@@ -96,7 +96,7 @@ def prepare_prompts(
         "length": measure,
         **{f"options.{key}": value for key, value in asdict(options).items()},
     }
-    finished = open_job(out, identity, FILES)
+    finished = open_job(out, identity, FILES, goes_on=False)
     if finished is not None:
         return finished, True
     counts = Counts()

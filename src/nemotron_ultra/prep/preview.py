@@ -23,6 +23,7 @@ from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.data.training_rows import MaskOptions
 from nemotron_ultra.errors import NemotronError
 from nemotron_ultra.observe.masks_page import write_masks_page
+from nemotron_ultra.prep.prompts import positive
 from nemotron_ultra.prep.text import whole_number
 
 HELP = """\
@@ -127,9 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add, masks = parser.add_argument, MaskOptions()
     add("path", type=Path, metavar="PATH", help="folder of packs, packed parquet, or chats")
-    add("--rows", type=whole_number, default=2, metavar="N", help="packs or chats to show (2)")
+    add("--rows", type=positive, default=2, metavar="N", help="packs or chats to show (2)")
     add("--start", type=whole_number, default=0, metavar="I", help="the first one to show (0)")
-    add("--tokens", type=whole_number, default=2000, metavar="N", help="most tokens of a conversation (2000)")
+    add("--tokens", type=positive, default=2000, metavar="N", help="most tokens of a conversation (2000)")
     add("--html", type=Path, metavar="FILE", help="write a page instead")
     add("--color", choices=("auto", "always", "never"), default="auto", help="auto: on a terminal")
     add("--tokenizer", metavar="T", help="of packs: the manifest's; of chats: builtin")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from nemotron_ultra.data.synthetic.topics import built_in, read_topics
 from nemotron_ultra.errors import ConfigError, DataError, NemotronError
 from nemotron_ultra.prep.held_out import add_options, held_out_files, locked
 from nemotron_ultra.prep.prompts import positive, share
+from nemotron_ultra.prep.text import whole_number
 
 HELP = """\
 Make questions with answers: DIR/chats.jsonl for `prep sft`, DIR/prompts.jsonl for `prep prompts`,
@@ -173,6 +175,20 @@ def _counts(text: str) -> tuple[int, ...]:
     return counts
 
 
+def number(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{value} is not in [0, inf)")
+    return value
+
+
+def seconds(text: str) -> float:
+    value = number(text)
+    if not value:
+        raise argparse.ArgumentTypeError("0 leaves no time for an answer")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m nemotron_ultra.prep synth",
@@ -196,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--endpoint", metavar="URL", help="such as http://localhost:8000/v1")
     add("--model", metavar="M", help="name of the model there")
     add("--topics", metavar="FILE", help='a topic a line, or JSONL {"topic"} or {"text"} (built-in topics)')
-    add("--temperature", type=float, default=1.0, metavar="T", help="(1.0)")
+    add("--temperature", type=number, default=1.0, metavar="T", help="(1.0)")
     add("--max-tokens", type=positive, default=4096, metavar="N", help="longest answer (4096)")
     formats = ("json_schema", "json_object", "none")
     add(
@@ -206,8 +222,14 @@ def _parser() -> argparse.ArgumentParser:
         help="what the server knows (json_schema)",
     )
     add("--concurrency", type=positive, default=8, metavar="N", help="requests at a time (8)")
-    add("--timeout", type=float, default=120.0, metavar="S", help="seconds of one try (120)")
-    add("--retries", type=int, default=4, metavar="N", help="tries after the first, with growing pauses (4)")
+    add("--timeout", type=seconds, default=120.0, metavar="S", help="seconds of one try (120)")
+    add(
+        "--retries",
+        type=whole_number,
+        default=4,
+        metavar="N",
+        help="tries after the first, with growing pauses (4)",
+    )
     add(
         "--key-variable",
         default="OPENAI_API_KEY",

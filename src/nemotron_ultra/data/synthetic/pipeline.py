@@ -151,7 +151,7 @@ def synthesize(
     # Before the folder is claimed: what is refused here leaves nothing behind.
     gyms = {text: Gym(Spec.parse(text), options.seed) for text in options.generators}
     unique, clean = Unique(options.similar), Clean(HeldOut(held_out, options.ngram))
-    finished = open_job(out, options.identity(held_out), (CHATS, PROMPTS, STEPS))
+    finished = open_job(out, options.identity(held_out), (CHATS, PROMPTS, STEPS), goes_on=True)
     if finished is not None:
         return finished, True
     folder = out / STEPS
