@@ -342,3 +342,10 @@ def test_a_fraction_that_is_no_number(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         prep.main([str(tmp_path), "--out", str(tmp_path / "out"), "--valid-fraction", "x"])
     assert "invalid fraction value: 'x'" in capsys.readouterr().err
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        prep.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"  {name:<9}{about}" in shown for name, about in prep.COMMANDS.items())

@@ -23,5 +23,8 @@ COMMANDS: dict[str, str] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Dispatch to a command; returns the exit status of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] in (["-h"], ["--help"]):
+        listed = "\n".join(f"  {name:<9}{about}" for name, about in COMMANDS.items())
+        print(f"python -m nemotron_ultra.prep [COMMAND] ..., COMMAND --help says more:\n{listed}\n")
     name = arguments.pop(0) if arguments and arguments[0] in COMMANDS else "text"
     return importlib.import_module(f"nemotron_ultra.prep.{name}").main(arguments)
