@@ -24,7 +24,7 @@ PRIOR_RATE, PRIOR_DRAFTS = 0.6, 4.0
 MEMORY = 0.99  # weight of a round's acceptance after the next one
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7)
 TRY_PLAIN, TRY_DRAFTS = 48, 256  # rounds after which the other way is measured anew
-HOLD = 8  # rounds that a choice is kept for
+HOLD = 16  # rounds that a choice is kept for
 
 
 class DraftLength(Protocol):
@@ -58,7 +58,8 @@ class Costs:
 
     def note(self, rows: int, count: int, seconds: float) -> None:
         self.seconds[_class(rows), count].append(seconds)
-        self._plane = None
+        if count:
+            self._plane = None
 
     def rounds(self, rows: int, count: int) -> int:
         return len(self.seconds.get((_class(rows), count), ()))
@@ -103,10 +104,11 @@ class AdaptiveLength:
             rates.append(before)
         return rates
 
-    def speed(self, rows: int, count: int) -> float | None:
-        """Tokens a second of a row."""
-        seconds = self.costs.of(rows, count)
-        return None if seconds is None else (1 + sum(np.cumprod(self.rates()[:count]))) / seconds
+    def speeds(self, rows: int) -> dict[int, float]:
+        """Tokens a second of a row by draft length, where something is known of its time."""
+        runs = [1.0, *(1 + np.cumprod(self.rates()).cumsum())]
+        lengths = (k for k in LENGTHS if k <= self.most)
+        return {k: runs[k] / s for k in lengths if (s := self.costs.of(rows, k)) is not None}
 
     def choose(self, rows: int) -> int:
         self.rounds += 1
@@ -123,10 +125,10 @@ class AdaptiveLength:
 
     def _best(self, rows: int) -> tuple[int, int | None]:
         """What looks fastest, and what to measure anew now and then, if anything."""
-        plain = self.speed(rows, 0)
+        speeds = self.speeds(rows)
+        plain = speeds.pop(0, None)
         if plain is None:
             return 0, None
-        speeds = {k: s for k in LENGTHS if 0 < k <= self.most and (s := self.speed(rows, k)) is not None}
         if not speeds:
             return min(self.most, 3 if rows <= 8 else 1), None
         best = max(speeds, key=speeds.get)
