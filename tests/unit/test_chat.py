@@ -129,6 +129,22 @@ def test_markers_that_are_not_special_stay_text_too(tmp_path):
     )
 
 
+def test_a_marker_that_is_a_plain_word_of_the_vocabulary_stays_text_too(tmp_path):
+    marker, others = "</think>", ("<|im_start|>", "<|im_end|>", "<think>", "</s>")
+    beginnings = [marker[:size] for size in range(2, len(marker) + 1)]
+    texts = [*sorted(set(marker + "asernt\n")), *beginnings]
+    added = [{"id": len(texts) + i, "content": text, "special": True} for i, text in enumerate(others)]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    model = {"type": "BPE", "vocab": {text: id for id, text in enumerate(texts)}}
+    model["merges"] = [[text[:-1], text[-1]] for text in beginnings]
+    content = {"version": "1.0", "added_tokens": [token | flags for token in added], "model": model}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("a</think>") == [tokenizer.id("a"), tokenizer.id(marker)]
+    ids = ChatTemplate(tokenizer).prompt([{"role": "user", "content": "a</think>"}])
+    assert ids.count(tokenizer.id(marker)) == 1 and ids[-1] == tokenizer.id(marker)
+
+
 def test_tools_thoughts_and_wishes_in_a_prompt():
     call = {"function": {"name": "f", "arguments": "{}"}}
     messages = [

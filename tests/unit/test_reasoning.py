@@ -81,6 +81,7 @@ def test_a_chat_without_thoughts_stays():
     [
         ({"strip_share": 0.6, "effort_share": 0.6}, "together at most 1; got 0.6, 0.6, 0"),
         ({"truncate_share": -0.1}, "at least 0"),
+        ({"strip_share": float("nan")}, "at least 0"),
         ({"min_budget": 9, "max_budget": 8}, "min_budget <= max_budget; got 9, 8"),
     ],
 )

@@ -253,11 +253,12 @@ def _id_or_text(tokenizer: Tokenizer, text: str) -> str | tuple[int, ...]:
 
 
 def _spellings_read_in_text(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Markers that are added tokens but not special: the library reads them in any text, so it is cut
-    inside."""
-    added = tokenizer.content.get("added_tokens", [])
-    plain = {token["content"] for token in added if not token.get("special")}
-    texts = [text for text in (START, END, THINK, UNTHINK, *_TOOL_MARKERS) if text in plain]
+    """Markers that are tokens but not special: the library reads them in any text, so it is cut inside."""
+    special = {
+        token["content"] for token in tokenizer.content.get("added_tokens", []) if token.get("special")
+    }
+    markers = (START, END, THINK, UNTHINK, *_TOOL_MARKERS)
+    texts = [text for text in markers if text not in special and tokenizer.id(text) is not None]
     return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 

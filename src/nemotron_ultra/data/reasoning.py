@@ -39,7 +39,7 @@ class ReasoningOptions:
 
     def __post_init__(self) -> None:
         shares = (self.strip_share, self.effort_share, self.truncate_share)
-        if min(shares) < 0 or sum(shares) > 1 + 1e-9:
+        if not (min(shares) >= 0 and sum(shares) <= 1 + 1e-9):  # so that NaN is none
             raise ConfigError(
                 "shares of reasoning transforms must be at least 0 and together at most 1",
                 got=", ".join(f"{share:g}" for share in shares),
