@@ -45,7 +45,14 @@ def test_blocks_of_any_size_are_one_order(weights):
 
 @pytest.mark.parametrize(
     ("counts", "weights"),
-    [([1, -1], None), ([1, 2], [1]), ([1, 2], [1, 0]), ([1], [-1]), ([1], [float("nan")])],
+    [
+        ([1, -1], None),
+        ([1, 2], [1]),
+        ([1, 2], [1, 0]),
+        ([1], [-1]),
+        ([1], [float("nan")]),
+        ([5, 5], [1, 1e-320]),
+    ],
 )
 def test_bad_input(counts, weights):
     with pytest.raises(ConfigError):

@@ -16,6 +16,7 @@ import numpy as np
 from nemotron_ultra.errors import ConfigError
 
 _BLOCK = 1 << 16
+_FARTHEST = 1e15  # beyond it the times at which sources are due lose their order
 
 
 def interleave(counts: Sequence[int], weights: Sequence[float] | None = None) -> Iterator[int]:
@@ -61,5 +62,8 @@ def _checked(counts: Sequence[int], weights: Sequence[float] | None) -> list[flo
         raise ConfigError("weights and counts differ in number", got=f"{len(weights)} and {len(counts)}")
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise ConfigError("weights of sources", got=list(weights), allowed="numbers above 0")
+    if len(weights) and min(weights) < max(weights) / _FARTHEST:
+        allowed = f"none above {_FARTHEST:g} times another"
+        raise ConfigError("weights of sources lie too far apart", got=list(weights), allowed=allowed)
     # Against the largest, so that the time until something is due is about one.
     return [float(weight) / max(weights) for weight in weights]
