@@ -47,7 +47,12 @@ def serving(slots=4, waiting=8, context=256, grace=5.0, make=None, **limits) -> 
         )
 
     served = Served(
-        name="micro", tokenizer=TOKENIZER, template=TEMPLATE, rows=TOKENIZER.vocab_size, context=context
+        name="micro",
+        tokenizer=TOKENIZER,
+        template=TEMPLATE,
+        rows=TOKENIZER.vocab_size,
+        context=context,
+        choices=slots + waiting,
     )
     worker = Worker(make or scheduler, slots + waiting)
     service = Service(served, worker, Limits(**limits))

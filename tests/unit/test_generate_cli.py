@@ -218,6 +218,7 @@ def test_a_folder_that_brings_a_template_is_asked_by_it(folder, tmp_path, capsys
         (["--prompts", "nowhere"], 3, "no such file"),
         (["--prompt", ""], 3, "prompt is empty"),
         (["--prompt", "x", "--context", "4", "--max-tokens", "9"], 3, "longer than the limit"),
+        (["--prompt", "x", "--temperature", "1e-40"], 2, "too small to divide by"),
         (["--prompt", "x", "--tokenizer", "nowhere"], 3, "tokenizer not found"),
         (["--prompt", "x", "--template", "nowhere"], 3, "chat template not found"),
         (["--prompt", "x", "--max-tokens", "99999999999"], 2, "memory than is free"),

@@ -79,6 +79,15 @@ def test_several_prompts_and_choices_have_numbers_of_their_own(client):
     assert [choice.text for choice in again.choices] == texts
 
 
+@pytest.mark.parametrize(
+    "options", [{"top_k": 10**30}, {"top_k": -1}, {"seed": -(10**30)}, {"temperature": 1000}]
+)
+def test_numbers_at_the_edge(running, options):
+    body = {"prompt": "x", "max_tokens": 3, "return_token_ids": True} | options
+    answer = httpx.post(running.url + "/v1/completions", json=body).json()["choices"][0]
+    assert len(answer["token_ids"]) <= 3 and None not in answer["sampling_logprobs"]
+
+
 def test_a_stop_text_is_left_out(client):
     asked = dict(model="micro", prompt="one", max_tokens=16, seed=1)
     whole = client.completions.create(**asked).choices[0].text
@@ -168,6 +177,9 @@ def test_models_health_and_metrics(client, running):
         ("completions", {"prompt": [-1]}, 400, "token id the model does not have"),
         ("completions", {"prompt": "x", "stop_token_ids": [-5]}, 400, "stop_ids"),
         ("completions", {"prompt": "word " * 400}, 400, "context is 256 tokens"),
+        ("completions", {"prompt": [[1]] * 99, "n": 128}, 400, "12672 choices in one request"),
+        ("completions", {"prompt": "x", "temperature": 1e-40}, 400, "temperature: got 1e-40"),
+        ("completions", {"prompt": "x", "stop": "x" * 300}, 400, "256 letters"),
         ("completions", {"prompt": "x", "stop": [""]}, 400, "stop: got"),
         ("completions", {"prompt": "x", "logprobs": 5}, 400, "logprobs"),
         ("nothing", {}, 404, "/v1/nothing"),

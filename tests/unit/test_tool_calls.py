@@ -52,7 +52,7 @@ def told(text: str, size: int, stream: bool) -> tuple[list[str], Delta]:
         return_token_ids=False,
         tools=TOOLS,
     )
-    served = Served(name="m", tokenizer=TOKENIZER, template=TEMPLATE, rows=TOKENIZER.vocab_size, context=500)
+    served = Served(name="m", tokenizer=TOKENIZER, template=TEMPLATE, rows=4096, context=500, choices=1)
     choice, whole, texts = Choice(0, ask, served), Delta(), []
     ids = [*TOKENIZER.encode(text, special=True), TEMPLATE.stop_ids[0]]
     done = Completion(tokens=ids, logprobs=[0.0] * len(ids), finish_reason="stop")

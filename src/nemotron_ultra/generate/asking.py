@@ -69,7 +69,7 @@ def turn_of(
         max_new_tokens=max_new_tokens,
         stop_ids=loaded.stop_ids,
         seed=seed,
-        **options,
+        **{**options, "top_k": min(options["top_k"], loaded.rows)},
     )
     return Turn(request, Budget.of(budget, loaded.tokenizer) if budget else None)
 

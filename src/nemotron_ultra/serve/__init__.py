@@ -64,6 +64,7 @@ def run(loaded: Loaded, asked: argparse.Namespace, place: Place) -> int:
         template=loaded.template,
         rows=loaded.rows,
         context=context,
+        choices=slots + asked.max_waiting,
         thinking=asked.thinking,
         budget=asked.budget,
         most=asked.max_tokens,

@@ -60,6 +60,7 @@ class Service:
         def post(path: str, ask: Callable[[object, Served], Ask]) -> Route:
             async def handle(request: Request) -> Response:
                 body = await self._body(request)
+                self.worker.check_room(1)
                 return await self._answer(
                     request, await run_in_threadpool(lambda: ask(parse(body), self.served))
                 )
@@ -88,6 +89,8 @@ class Service:
                 response = await handle(request)
             except ApiError as error:
                 response = error.response()
+            except Refused as refused:
+                response = ApiError(str(refused), status=refused.status).response()
             except (ClientGone, ClientDisconnect):
                 self.gone += 1
                 response = Response(status_code=499)
@@ -134,10 +137,6 @@ class Service:
         return ApiError(f"the body is larger than {self.limits.max_body:,} bytes", status=413)
 
     async def _answer(self, request: Request, ask: Ask) -> Response:
-        if len(ask.turns) > self.worker.most:
-            raise ApiError(
-                f"{len(ask.turns)} choices in one request; at most {self.worker.most} are taken", param="n"
-            )
         reply = Reply(ask, self.served)
         events = self._events(request, ask)
         if ask.stream:
@@ -151,7 +150,7 @@ class Service:
         return JSONResponse(reply.whole(deltas))
 
     async def _events(self, request: Request, ask: Ask) -> AsyncIterator[tuple[int, Event | None]]:
-        """(-1, None) once the turns are taken, then their events. Raises ApiError and ClientGone.
+        """(-1, None) once the turns are taken, then their events. Raises Refused, ApiError and ClientGone.
 
         However it ends, no turn of the request is left in a slot.
         """
@@ -161,10 +160,7 @@ class Service:
             with suppress(RuntimeError):  # the loop has ended, and all who listened with it
                 loop.call_soon_threadsafe(inbox.put_nowait, (number, what))
 
-        try:
-            keys = dict(enumerate(self.worker.submit(ask.turns, sink)))
-        except Refused as refused:
-            raise ApiError(str(refused), status=refused.status) from refused
+        keys = dict(enumerate(self.worker.submit(ask.turns, sink)))
         gone = asyncio.create_task(_wait_until_gone(request.receive))
         gone.add_done_callback(lambda _: inbox.put_nowait((-1, None)))
         try:

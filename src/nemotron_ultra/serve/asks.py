@@ -24,7 +24,8 @@ EFFORTS = {"none": "off", "minimal": "off", "low": "medium", "medium": "medium",
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """The model as requests see it. context: most tokens of prompt and answer; most: new tokens of an answer
+    """The model as requests see it. context: most tokens of prompt and answer; choices: most of
+    one request; most: new tokens of an answer
     where a request does not say; thinking, budget: how chats are asked where a request does not say.
     """
 
@@ -33,6 +34,7 @@ class Served:
     template: Template | None
     rows: int
     context: int
+    choices: int
     thinking: str = "off"
     budget: int | None = None
     most: int | None = None
@@ -72,6 +74,7 @@ def parse(body: bytes) -> Any:
 def chat_ask(content: Any, served: Served) -> Ask:
     given = read(content, CHAT)
     _check_model(given["model"], served)
+    _check_choices(given["n"], served)
     if served.template is None:
         raise ApiError("this model has no chat template: use /v1/completions", status=404)
     if not given["messages"]:
@@ -130,6 +133,7 @@ def completion_ask(content: Any, served: Served) -> Ask:
         raise ApiError("best_of: all n choices are returned, none is chosen", param="best_of")
     prompt = given["prompt"]
     several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+    _check_choices(given["n"] * (len(prompt) if several else 1), served)
     prompts = [_ids(item, served.tokenizer) for item in (prompt if several else [prompt])]
     limit = given["max_tokens"] or served.most or COMPLETION_TOKENS
     turns = _turns(prompts, given, limit, served, (served.tokenizer.eos_id,), None)
@@ -164,7 +168,7 @@ def _turns(
             max_new_tokens=most,
             temperature=float(given["temperature"]),
             top_p=float(given["top_p"]),
-            top_k=max(0, given["top_k"]),
+            top_k=min(max(0, given["top_k"]), served.rows),
             min_p=float(given["min_p"]),
             stop_ids=(*ends, *given["stop_token_ids"]),
             stop_texts=tuple(stops),
@@ -227,6 +231,11 @@ def _check_model(name: str | None, served: Served) -> None:
             param="model",
             code="model_not_found",
         )
+
+
+def _check_choices(count: int, served: Served) -> None:
+    if count > served.choices:
+        raise ApiError(f"{count} choices in one request; at most {served.choices} are taken", param="n")
 
 
 def _no_number(word: str) -> None:

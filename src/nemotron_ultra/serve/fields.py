@@ -13,6 +13,8 @@ from typing import Any
 
 from nemotron_ultra.serve.errors import ApiError
 
+# Stops are looked for at every token of every answer.
+MOST_STOPS, MOST_STOP_LETTERS = 64, 256
 TOP_LOGPROBS = "log-probabilities are of the tokens drawn; those of other tokens are not kept"
 
 
@@ -34,8 +36,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def number(low: float, high: float, default: float) -> Field:
-    top = "" if high == float("inf") else f" to {high:g}"
-    return Field(f"a number from {low:g}{top}", lambda v: _is_number(v) and low <= v <= high, default)
+    return Field(f"a number from {low:g} to {high:g}", lambda v: _is_number(v) and low <= v <= high, default)
 
 
 def whole(low: int, high: int | None = None, default: int | None = None) -> Field:
@@ -73,9 +74,16 @@ def anything() -> Field:
 
 
 def _is_stop(value: Any) -> bool:
-    if isinstance(value, str):
-        return bool(value)
-    return isinstance(value, list) and len(value) <= 16 and all(isinstance(s, str) and s for s in value)
+    texts = [value] if isinstance(value, str) else value
+    return (
+        isinstance(texts, list)
+        and len(texts) <= MOST_STOPS
+        and all(isinstance(text, str) and 0 < len(text) <= MOST_STOP_LETTERS for text in texts)
+    )
+
+
+def _is_stop_ids(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= MOST_STOPS and all(map(_is_whole, value))
 
 
 def _is_prompt(value: Any) -> bool:
@@ -95,16 +103,18 @@ PENALTY = "penalties on repetition are not computed"
 COMMON: dict[str, Field] = {
     "model": text(),
     "max_tokens": whole(1),
-    "temperature": number(0, float("inf"), 1.0),
+    "temperature": Field(
+        "0, or a number from 0.00001 to 1000", lambda v: _is_number(v) and (v == 0 or 1e-5 <= v <= 1000), 1.0
+    ),
     "top_p": Field("a number above 0, up to 1", lambda v: _is_number(v) and 0 < v <= 1, 1.0),
     "top_k": Field("a whole number of 0 or more, 0 or -1 for all", lambda v: _is_whole(v) and v >= -1, 0),
     "min_p": number(0, 1, 0.0),
     "seed": Field("a whole number", _is_whole),
     "n": whole(1, 128, 1),
-    "stop": Field("a text, or a list of up to 16 texts, none empty", _is_stop, []),
-    "stop_token_ids": Field(
-        "a list of token ids", lambda v: isinstance(v, list) and all(map(_is_whole, v)), []
+    "stop": Field(
+        f"a text, or a list of up to {MOST_STOPS}, of 1 to {MOST_STOP_LETTERS} letters each", _is_stop, []
     ),
+    "stop_token_ids": Field(f"a list of up to {MOST_STOPS} token ids", _is_stop_ids, []),
     "ignore_eos": flag(),
     "stream": flag(),
     "stream_options": mapping(),

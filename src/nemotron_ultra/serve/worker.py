@@ -83,15 +83,19 @@ class Worker:
         """Memory of all slots."""
         return self._answers.scheduler.rows.cache.nbytes
 
+    def check_room(self, count: int) -> None:
+        """Raises Refused where so many turns would not be taken."""
+        if self.broken:
+            raise Refused(500, f"the model failed and could not be set up again: {self.broken}")
+        if self.draining:
+            raise Refused(503, "the server is shutting down")
+        if self._active + count > self.most:
+            raise Refused(429, f"too many requests: {self._active} answers run or wait, {self.most} may")
+
     def submit(self, turns: Sequence[Turn], sink: Sink) -> list[int]:
         """Keys of the turns, all taken or none. Raises Refused."""
         with self._lock:
-            if self.broken:
-                raise Refused(500, f"the model failed and could not be set up again: {self.broken}")
-            if self.draining:
-                raise Refused(503, "the server is shutting down")
-            if self._active + len(turns) > self.most:
-                raise Refused(429, f"too many requests: {self._active} answers run or wait, {self.most} may")
+            self.check_room(len(turns))
             self._active += len(turns)
             jobs = [_Job(next(self._keys), number, turn, sink) for number, turn in enumerate(turns)]
             for job in jobs:
