@@ -73,6 +73,14 @@ class Handler(BaseHTTPRequestHandler):
         ]
         self.reply(200, kinds[body["seed"] % len(kinds)])
 
+    def as_odd(self, body, tries):
+        """JSON that is no completion, by the request's seed."""
+        message = {"role": "assistant", "content": "x"}
+        choices = ["abc", {"a": 1}, [None], ["x"], [{}], [{"message": "x"}], [{"message": {"content": [1]}}]]
+        kinds = [None, [], "x", {}, *({"choices": choice} for choice in choices)]
+        kinds += [{"choices": [{"message": message}], "usage": usage} for usage in ("x", {}, None)]
+        self.reply(200, kinds[body["seed"] % len(kinds)])
+
     def reply(self, status, content):
         raw = json.dumps(content).encode()
         self.send_response(status)
@@ -172,6 +180,12 @@ def test_no_server_at_all(server, tmp_path, capsys):
     server.url = "http://127.0.0.1:9/v1"
     assert prep.main(arguments(server, tmp_path / "out", "good", "--retries", "0")) == 5
     assert "cannot reach http://127.0.0.1:9/v1" in capsys.readouterr().err
+
+
+def test_replies_of_another_form_are_no_answers(server, tmp_path, capsys):
+    assert prep.main(arguments(server, tmp_path / "out", "odd", "--retries", "0", count=100)) in (3, 5)
+    error = capsys.readouterr().err
+    assert "malformed reply" in error and "Traceback" not in error
 
 
 def test_useless_answers_are_counted_by_kind(server, tmp_path):

@@ -139,14 +139,17 @@ class Endpoint:
 
     def _read(self, reply: Any) -> dict[str, Any] | Drop:
         """The text of a reply, which a server that is only nearly compatible may have left out."""
-        choices = getattr(reply, "choices", None)
-        text = choices[0].message.content if choices and choices[0].message else None
+        try:
+            text, finish = reply.choices[0].message.content, reply.choices[0].finish_reason
+        except (AttributeError, LookupError, TypeError):
+            text = finish = None
         if not isinstance(text, str):
             return self._failed("malformed reply", str(reply)[:200])
         with self._lock:
             self._failures = 0
-        usage = {"in": reply.usage.prompt_tokens, "out": reply.usage.completion_tokens} if reply.usage else {}
-        return {"text": text, "finish": choices[0].finish_reason, "usage": usage}
+        counts = {"in": "prompt_tokens", "out": "completion_tokens"}
+        used = {key: getattr(reply.usage, name, None) for key, name in counts.items()}
+        return {"text": text, "finish": finish, "usage": {k: v for k, v in used.items() if v is not None}}
 
     def _failed(self, what: str, detail: str) -> Drop:
         with self._lock:
