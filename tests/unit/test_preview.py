@@ -1,5 +1,8 @@
 import json
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -152,6 +155,13 @@ def test_page(packs, chats, tmp_path, capsys):
     chats.with_suffix(".html").write_text("mine")
     assert main(["preview", str(chats), "--html", str(chats.with_suffix(".html"))]) == 2
     assert chats.with_suffix(".html").read_text() == "mine" and "error: " in capsys.readouterr().err
+
+
+def test_a_terminal_without_unicode(chats):
+    command = [sys.executable, "-m", "nemotron_ultra.prep", "preview", str(chats), "--rows", "4"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=environment, check=True)
+    assert b"\\x" in done.stdout or b"\\u" in done.stdout
 
 
 def test_errors_have_no_traceback(tmp_path, packs, capsys):

@@ -43,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"page: {write_masks_page(shown, arguments.html)}")
         else:
             colour = sys.stdout.isatty() if arguments.color == "auto" else arguments.color == "always"
+            encoding = sys.stdout.encoding or "utf-8"
             for line in lines(shown, colour):
-                print(line)
+                print(line.encode(encoding, "backslashreplace").decode(encoding))
     except BrokenPipeError:  # `| head` has seen enough
         sys.stderr.close()
         return 0
