@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from filelock import FileLock
 
 from micro import micro_model
 from nemotron_ultra import generate as cli
@@ -108,6 +109,9 @@ def test_another_file_is_not_overwritten(run, tmp_path):
     code, _, err = run("--prompts", tmp_path / "in.jsonl", "--out", out)
     assert code == 3 and "nothing is overwritten" in err and out.read_text() == '{"mine": 1}\n'
     out.unlink()
+    with FileLock(tmp_path / ".out.jsonl.lock"):
+        code, _, err = run("--prompts", tmp_path / "in.jsonl", "--out", out)
+        assert code == 3 and "another process" in err
     assert run("--prompts", tmp_path / "in.jsonl", "--out", out, "--max-tokens", 2)[0] == 0
     assert run("--prompts", tmp_path / "in.jsonl", "--out", out, "--max-tokens", 3)[0] == 3
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from filelock import FileLock, Timeout
+
 from nemotron_ultra.errors import DataError, NemotronError
 from nemotron_ultra.generate.asking import (
     MAX_TOKENS,
@@ -207,10 +209,14 @@ def _output(path: Path | None, rows: list[Asked]) -> Iterator[tuple[TextIO, int]
     if path is None:
         yield sys.stdout, 0
         return
-    done, size = _known(path, rows) if path.exists() else (0, 0)
-    with open(path, "a", encoding="utf-8") as out:
-        os.truncate(path, size)
-        yield out, done
+    try:
+        with FileLock(path.with_name(f".{path.name}.lock"), timeout=0):
+            done, size = _known(path, rows) if path.exists() else (0, 0)
+            with open(path, "a", encoding="utf-8") as out:
+                os.truncate(path, size)
+                yield out, done
+    except Timeout as error:
+        raise DataError(f"another process writes {path}", do="wait for it, or name another --out") from error
 
 
 def _known(path: Path, rows: list[Asked]) -> tuple[int, int]:

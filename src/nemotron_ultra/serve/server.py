@@ -20,6 +20,7 @@ from nemotron_ultra.errors import BackendError, ConfigError
 from nemotron_ultra.serve.app import Service
 
 KEY_VARIABLE = "NEMOTRON_ULTRA_API_KEY"
+KEEP_SECONDS = 75  # of a connection without requests; short ones race with clients that use them again
 LAST_SECONDS = 2.0  # for errors to reach the clients of cancelled answers
 
 
@@ -32,6 +33,7 @@ class Server(uvicorn.Server):
             log_level="warning",
             access_log=False,
             lifespan="off",
+            timeout_keep_alive=KEEP_SECONDS,
             timeout_graceful_shutdown=5,
             server_header=False,
         )
