@@ -48,6 +48,9 @@ CALLS = {
 }
 
 
+RESULT = {"type": "function_call_output", "call_id": "c1"}
+
+
 def own(question, **fields):
     row = {"messages": [{"role": "user", "content": question}], "domain": "sums"}
     return row | {"environment": {"name": "reasoning_gym", "args": {"name": "chain_sum"}}, **fields}
@@ -119,6 +122,10 @@ def test_a_chat_gives_its_last_answer_as_reference():
     assert prompt.environment == {"name": "exact", "args": {}}
     with pytest.raises(RowDropped, match="no environment"):
         read_prompt({"messages": chat}, "sums")
+    chat[1] = {"role": "assistant", "content": "<think>one and one</think>\n2"}
+    assert read_prompt({"messages": chat}, "sums", "exact").answer == "2"
+    chat[1] = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {}}]}
+    assert read_prompt({"messages": chat}, "sums", "exact").answer is None
 
 
 @pytest.mark.parametrize(
@@ -136,6 +143,9 @@ def test_a_chat_gives_its_last_answer_as_reference():
         (own("q", messages="[{"), "a field's JSON text is malformed"),
         ({"responses_create_params": {"input": [{"type": "item_reference"}]}}, "unknown kind of input"),
         ({"responses_create_params": {}}, "no messages"),
+        (own([{"type": "text", "text": "q"}, {"type": "image_url", "image_url": {}}]), "bad content"),
+        ({"responses_create_params": {"input": [RESULT | {"output": {"x": 1}}]}}, "bad content"),
+        ({"responses_create_params": {"input": [RESULT | {"output": [{"type": "file"}]}]}}, "bad content"),
     ],
 )
 def test_rows_that_are_no_prompts(row, reason):

@@ -72,10 +72,7 @@ def read_conversation(
     messages = []
     for number, message in enumerate(_listed(given, messages_field, "bad messages")):
         normal = normal_message(_from_sharegpt(message) if share else message, number)
-        if "reasoning_content" in normal and not normal["reasoning_content"].strip():
-            normal = {key: value for key, value in normal.items() if not key.startswith("reasoning")}
-        thinks = normal["role"] == "assistant" and "<think>" in normal["content"][:64]
-        messages.append(_inline_thoughts(normal, number) if thinks else normal)
+        messages.append(split_thoughts(normal, number))
     if not messages:
         raise RowDropped("no messages", f"no messages under {messages_field!r}")
     _check_order(messages)
@@ -111,6 +108,23 @@ def normal_message(message: Any, number: int) -> dict[str, Any]:
     elif role == "tool" and message.get("tool_call_id") is not None:
         out["tool_call_id"] = str(message["tool_call_id"])
     return out
+
+
+def split_thoughts(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """A normal message without blank thoughts, and <think>thoughts</think>answer as thoughts and answer where
+    the thoughts do not come by themselves. Raises RowDropped."""
+    content, thoughts = message["content"], message.get("reasoning_content")
+    if thoughts is not None and not thoughts.strip():
+        message = {key: value for key, value in message.items() if not key.startswith("reasoning")}
+    elif thoughts:
+        return message
+    if message["role"] != "assistant" or not content[:64].lstrip().startswith("<think>"):
+        return message
+    found = _THOUGHTS.fullmatch(content)
+    if found is None:
+        raise RowDropped("unclosed thinking", f"message {number} opens <think> and never closes it")
+    thoughts, answer = found.groups()
+    return message | {"content": answer} | ({"reasoning_content": thoughts} if thoughts.strip() else {})
 
 
 def normal_tools(given: Any, field: str = "tools") -> tuple[dict[str, Any], ...]:
@@ -208,18 +222,6 @@ def _from_sharegpt(turn: Any) -> Any:
         return turn  # OpenAI's messages under ShareGPT's name
     role = turn["from"]
     return {"role": _SHAREGPT.get(str(role), role), "content": turn.get("value")}
-
-
-def _inline_thoughts(message: dict[str, Any], number: int) -> dict[str, Any]:
-    """<think>thoughts</think>answer -> thoughts and answer, where the thoughts do not come by themselves."""
-    content = message["content"]
-    if message.get("reasoning_content") or not content.lstrip().startswith("<think>"):
-        return message
-    found = _THOUGHTS.fullmatch(content)
-    if found is None:
-        raise RowDropped("unclosed thinking", f"message {number} opens <think> and never closes it")
-    thoughts, answer = found.groups()
-    return message | {"content": answer} | ({"reasoning_content": thoughts} if thoughts.strip() else {})
 
 
 def _check_order(messages: list[dict[str, Any]]) -> None:

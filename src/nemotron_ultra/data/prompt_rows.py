@@ -16,7 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemotron_ultra.data.messages import RowDropped, depth_checked, normal_message, normal_tools
+from nemotron_ultra.data.messages import (
+    RowDropped,
+    depth_checked,
+    normal_message,
+    normal_tools,
+    split_thoughts,
+)
 from nemotron_ultra.data.ngrams import content_text
 
 ANSWERS = ("answer", "expected_answer", "ground_truth", "ground_truth_answer")
@@ -63,8 +69,8 @@ def read_prompt(row: Mapping[str, Any], domain: str | None = None, environment: 
     tools = _tools(row.get("tools"))
     answer = _answer(row)
     if messages and messages[-1]["role"] == "assistant":
-        last = messages.pop()
-        answer = last["content"] if answer is None else answer
+        last = split_thoughts(messages.pop(), len(messages))
+        answer = (last["content"] or None) if answer is None else answer
     _check(messages)
     known = ("messages", "tools", "domain", "environment", "pass_rate", "pass_rate_passed", "pass_rate_total")
     extra = {key: value for key, value in row.items() if key not in (*known, *ANSWERS, "extra")}
@@ -146,9 +152,8 @@ def _message_of(item: Mapping[str, Any], kind: str, number: int) -> dict[str, An
         call = {"id": item.get("call_id"), "name": item.get("name"), "arguments": item.get("arguments")}
         return _message({"role": "assistant", "content": "", "tool_calls": [call]}, number)
     if kind == "function_call_output":
-        output = item.get("output")
-        content = output if isinstance(output, str) else content_text(output)
-        return _message({"role": "tool", "tool_call_id": item.get("call_id"), "content": content}, number)
+        result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+        return _message(result, number)
     if kind != "message":
         raise RowDropped("unknown kind of input", f"input item {number} has type {kind!r}")
     return _message(item, number)
@@ -161,9 +166,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Any, number: int) -> dict[str, Any]:
-    """As `normal_message`, with text parts of any type joined and tool calls in the chat API's nesting."""
-    if isinstance(message, Mapping) and isinstance(message.get("content"), list):
-        message = {**message, "content": content_text(message["content"])}
+    """As `normal_message`, with tool calls in the chat API's nesting."""
     made = normal_message(message, number)
     if "tool_calls" in made:
         made["tool_calls"] = [_nested(call) for call in made["tool_calls"]]
