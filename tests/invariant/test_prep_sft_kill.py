@@ -85,7 +85,7 @@ def started(sources, out, workers=2):
 
 def done(out):
     """Receipts of parts and files, and the manifest: what a kill may leave."""
-    return len(list(out.glob(".parts/*/*.json"))) + (out / "manifest.json").exists()
+    return len(list(out.glob(".parts/*/**/*.json"))) + (out / "manifest.json").exists()
 
 
 def test_the_run_has_parts_and_files_enough(whole):

@@ -83,8 +83,15 @@ def find_files(inputs: Iterable[str], out: Path, *, valid: bool = False) -> list
             if not file.is_file():
                 raise DataError(f"{file} is not a regular file", do="remove it, or name the files to read")
             name = file.relative_to(path.parent).as_posix() if path.name else file.as_posix()
-            found.append(InputFile(argument, name, str(file), _kind(file), file.stat().st_size, valid))
+            found.append(
+                InputFile(argument, printable(name), str(file), _kind(file), file.stat().st_size, valid)
+            )
     return found
+
+
+def printable(name: str) -> str:
+    r"""A file's name with \xff for each byte that is no UTF-8: it goes into messages and JSON."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def with_digests(files: Sequence[InputFile]) -> list[InputFile]:

@@ -54,9 +54,12 @@ def same_identity(out: Path, theirs: dict[str, Any], mine: dict[str, Any]) -> No
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write, sync and rename, so that the file is either absent, old or whole."""
+    """Write, sync and rename, so that the file is either absent, old or whole.
+
+    Names of files that are no UTF-8 become JSON's escapes, and are the same names when read again.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
         json.dump(content, file, indent=1, ensure_ascii=False)
         file.write("\n")
         file.flush()

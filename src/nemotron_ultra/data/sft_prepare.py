@@ -1,12 +1,13 @@
 """Conversations -> packs: parts spooled in parallel, packs planned in one process, files written in parallel.
 
-    DIR/.parts/SOURCE/NUMBER.*   spools and receipts of parts       (phase 1, in parallel)
+    DIR/.parts/spools/SOURCE/NUMBER.*  with receipts of parts       (phase 1, in parallel)
     DIR/.parts/plan/             which rows share a pack            (phase 2, one process, seconds a million)
     DIR/train-00000.parquet ...  and DIR/.parts/files/*.json        (phase 3, in parallel)
     DIR/manifest.json            written last: finished
 
 What is on disk with a receipt is not done again. The result depends on the sources, the tokenizer, the
-template and the options, never on the number of workers or on kills.
+template and the options, never on the number of workers or on kills. After an error of the input or of the
+options .parts/failed is there: the next command may differ, and keeps the spools of what it left as it was.
 """
 
 from __future__ import annotations
@@ -35,11 +36,16 @@ from nemotron_ultra.data.sft_plan import PackOptions, Plan, make_plan
 from nemotron_ultra.data.sft_shards import PartPlace, ShardSetup, read_shard_receipts
 from nemotron_ultra.data.sft_sources import Source
 from nemotron_ultra.data.sft_spools import Spools
-from nemotron_ultra.errors import DataError
+from nemotron_ultra.errors import DataError, NemotronError
 
 FORMAT = 1
 PARTS = ".parts"
 PLAN = "plan.json"
+SPOOLS = "spools"
+FILES = "files"
+FAILED = "failed"
+# Of a source's identity: what says how many of its conversations are taken, not what they become.
+SHARES = ("weight", "cap")
 # A worker that the system killed is replaced so often, each time with half as many beside it.
 REPLACED = 3
 
@@ -93,12 +99,18 @@ def prepare_chats(job: ChatJob, *, workers: int, progress: Progress) -> tuple[di
     if (job.out / NAME).exists():
         return _finished(job.out, identity), True
     folder = _open_parts(job.out, identity)
-    receipts = _spool(job, folder, workers, progress)
-    _check_sources(receipts, folder)
-    caps = {source.name: source.spec.cap for source in job.sources}
-    spools = Spools(folder, receipts, caps)
-    weights = [source.spec.weight for source in job.sources]
-    plan = make_plan(spools, weights, job.packs, folder / "plan")
+    try:
+        receipts = _spool(job, folder / SPOOLS, workers, progress)
+        _check_sources(receipts)
+        caps = {source.name: source.spec.cap for source in job.sources}
+        spools = Spools(folder / SPOOLS, receipts, caps)
+        weights = [source.spec.weight for source in job.sources]
+        plan = make_plan(spools, weights, job.packs, folder / "plan")
+    except WorkerKilled:
+        raise
+    except NemotronError:
+        (folder / FAILED).touch()
+        raise
     progress.planned(plan)
     files = _write(job, folder, spools, plan, workers, progress)
     manifest = write_manifest(job, identity, receipts, plan, files)
@@ -107,7 +119,10 @@ def prepare_chats(job: ChatJob, *, workers: int, progress: Progress) -> tuple[di
 
 
 def _finished(out: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    manifest = read_pack_manifest(out)
+    try:
+        manifest = read_pack_manifest(out)
+    except DataError as error:
+        raise DataError(f"{out} holds something else", got=error.what, do="name another --out") from error
     same_identity(out, manifest.get("identity", {}), identity)
     damaged = damaged_files(out, manifest)
     if damaged:
@@ -124,14 +139,32 @@ def _open_parts(out: Path, identity: dict[str, Any]) -> Path:
     folder = out / PARTS
     plan = folder / PLAN
     if plan.is_file():
-        same_identity(out, json.loads(plan.read_text(encoding="utf-8")), identity)
-        return folder
+        before = json.loads(plan.read_text(encoding="utf-8"))
+        if not (folder / FAILED).exists():
+            same_identity(out, before, identity)
+            return folder
+        _remove_changed(out, before, identity)
     there = sorted(path.name for path in out.glob("*.parquet"))
     if there:
         raise DataError(f"{out} holds {', '.join(there[:3])} of something else", do="name another --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SPOOLS).mkdir(parents=True, exist_ok=True)
     write_json(plan, identity)
+    (folder / FAILED).unlink(missing_ok=True)
     return folder
+
+
+def _remove_changed(out: Path, before: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Of a preparation that failed: whatever depends on what the new command has changed."""
+    folder = out / PARTS
+    changed = {key for key in before | identity if before.get(key) != identity.get(key)}
+    for receipt in (folder / FILES).glob("*.json") if changed else ():
+        (out / receipt.stem).unlink(missing_ok=True)
+        receipt.unlink()
+    for source in (folder / SPOOLS).iterdir():
+        own = {key for key in changed if key.startswith(f"source.{source.name}.")}
+        own -= {f"source.{source.name}.{key}" for key in SHARES}
+        if own or changed & {"format", "tokenizer.hash", "template.hash"}:
+            shutil.rmtree(source)
 
 
 def _spool(job: ChatJob, folder: Path, workers: int, progress: Progress) -> Receipts:
@@ -201,8 +234,8 @@ def _work(
             progress.note(f"a worker process was killed; its part is done again, by {workers} workers")
 
 
-def _check_sources(receipts: Receipts, folder: Path) -> None:
-    """Raises DataError for a source without a conversation; what was spooled of it is removed."""
+def _check_sources(receipts: Receipts) -> None:
+    """Raises DataError for a source without a conversation."""
     for name, parts in receipts.items():
         if any(part.chats for part in parts):
             continue
@@ -212,7 +245,6 @@ def _check_sources(receipts: Receipts, folder: Path) -> None:
                 reasons[reason] = reasons.get(reason, 0) + count
         told = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
         first = next((f": {p.name}: {rows[0][1]}" for p in parts for rows in p.examples.values()), "")
-        shutil.rmtree(folder)
         raise DataError(
             f"source {name} has no conversation to train on",
             got=f"{sum(part.rows_in for part in parts)} rows in, dropped: {told}{first}",
@@ -224,7 +256,7 @@ def _write(
     job: ChatJob, folder: Path, spools: Spools, plan: Plan, workers: int, progress: Progress
 ) -> dict[str, dict[str, Any]]:
     """Phase 3: receipts of all files by name."""
-    receipts = folder / "files"
+    receipts = folder / FILES
     receipts.mkdir(exist_ok=True)
     done = read_shard_receipts(receipts, job.out, plan.digest)
     for receipt in done.values():

@@ -146,7 +146,12 @@ def _open(arguments: argparse.Namespace) -> tuple[dict[str, Any], Parts, int | N
 def make_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is not a folder", do="name another --out")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"cannot make the folder {out}", got=error.strerror, do="name another --out"
+        ) from error
 
 
 def worker_count(asked: int, size: int | None) -> int:
