@@ -251,3 +251,9 @@ def test_a_run_of_an_earlier_version_has_none_of_the_new_parts():
 def test_vllm_is_asked_for_before_anything_is_built():
     lines = list(shortfalls(load_recipe("grpo", ["rollout.generator=vllm"]), LAPTOP))
     assert len(lines) == 1 and "rollout.generator: vllm is not installed" in lines[0]
+
+
+def test_drafts_need_an_mtp_module():
+    assert load_recipe("grpo", ["rollout.draft_tokens=3"]).rollout.draft_tokens == 3
+    (line,) = mistakes("grpo", "rollout.draft_tokens=3", "model.num_nextn_predict_layers=0")
+    assert "rollout.draft_tokens: 3 needs a model with an MTP module" in line

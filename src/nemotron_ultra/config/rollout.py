@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemotron_ultra.config.base import Positive, PositiveReal, Whole, config
+from nemotron_ultra.config.base import NonNegative, Positive, PositiveReal, Whole, config
 
 
 @config
@@ -25,6 +25,9 @@ class RolloutConfig:
     generator: Literal["sampler", "vllm"] = "sampler"
     """What draws the tokens: sampler, the reference, on the learner's device; vllm, for GPUs, needs the extra
     `vllm` and computes without the precision policy."""
+    draft_tokens: NonNegative = 0
+    """Tokens that the MTP module drafts each round (report 3.6.1: 5); the sampler's drafts change speed,
+    never a token."""
     max_slots: Positive = 256
     """Rollouts that are generated at once; it changes speed and memory, never a token."""
     long_prompts: Literal["error", "skip"] = "error"

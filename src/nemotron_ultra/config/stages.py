@@ -94,6 +94,11 @@ def _row_problems(c: RunConfig) -> Iterator[str]:
             f"trainer.global_batch_size: {batch} is not rollout.prompts_per_step "
             f"{c.rollout.prompts_per_step} x group_size {c.rollout.group_size} = {rows}"
         )
+    if c.rollout.draft_tokens and not c.model.depths:
+        yield (
+            f"rollout.draft_tokens: {c.rollout.draft_tokens} needs a model with an MTP module; set it to 0, "
+            "or model.num_nextn_predict_layers and depths to 1 or more"
+        )
     if c.rollout.max_new_tokens >= c.data.sequence_length:
         yield (
             f"rollout.max_new_tokens: {c.rollout.max_new_tokens} leaves no room for a prompt in "

@@ -71,10 +71,12 @@ class Event:
 class Generator(Protocol):
     """A model of its own that draws tokens, with weights that are replaced from outside.
 
-    `version` is that of the weights in use. load_weights waits for a running `generate`.
+    `version` is that of the weights in use, `stats` describe the latest `generate`. load_weights waits for a
+    running `generate`.
     """
 
     version: int
+    stats: dict[str, float]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
 

@@ -147,6 +147,20 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
         "falls slowly",
         "near 0 early: the policy has collapsed and explores no more; lower optim.lr",
     ),
+    (
+        "rollout/acceptance_length",
+        "tokens",
+        "tokens that a rollout gets a round with drafts: 1 + accepted / rounds",
+        "above the time of a round over that of a plain step",
+        "near 1: drafts cost more than they bring; lower rollout.draft_tokens",
+    ),
+    (
+        "rollout/acceptance_rate",
+        "share",
+        "drafted tokens that stayed",
+        "steady",
+        "falls while the policy trains: the MTP module no longer follows it",
+    ),
     ("replay/age_mean", "steps", "mean age of the tokens: steps since their weights", "up to max_age", "-"),
     (
         "replay/age_max",

@@ -136,14 +136,15 @@ def build_generator(config: RunConfig, model: HybridLM) -> Generator:
 
     The Sampler has the learner's precision too. Raises BackendError without vLLM where that is asked for.
     """
-    slots = config.rollout.max_slots
+    slots, drafts = config.rollout.max_slots, config.rollout.draft_tokens
     if config.rollout.generator == "vllm":
-        options = VLLMOptions(max_tokens=config.data.sequence_length, max_slots=slots)
+        length = config.data.sequence_length
+        options = VLLMOptions(max_tokens=length, max_slots=slots, draft_tokens=drafts)
         return VLLMGenerator.of(model, options)
     weight = model.lm_head.weight
     twin = HybridLM(model.config, device=weight.device, dtype=weight.dtype).requires_grad_(False).eval()
     apply_policy(twin, config.precision)
-    return Sampler(twin, max_slots=slots)
+    return Sampler(twin, max_slots=slots, draft_tokens=drafts)
 
 
 def build_teachers(config: RunConfig, tokenizer: Tokenizer, device: torch.device) -> Teachers:

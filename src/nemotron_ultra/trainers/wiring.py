@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from nemotron_ultra.config.compose import to_dict
 from nemotron_ultra.config.plan import flops_per_token
+from nemotron_ultra.engine.base import Metrics
 from nemotron_ultra.observe.machine import matmul_flops
 from nemotron_ultra.observe.metrics import MetricsLog
 from nemotron_ultra.observe.sinks import open_sinks
@@ -70,7 +71,16 @@ def publish_hooks(run: Run, publisher: Publisher, stream: Experience) -> list[Ho
     def publish(step: int) -> None:
         publisher.publish(engine.export_weights(), step)
 
-    return [Publish(publish, close=stream.replay.close), Measure(lambda: stream.metrics)]
+    def measure() -> Metrics:
+        return stream.metrics | _acceptance(publisher.generator.stats)
+
+    return [Publish(publish, close=stream.replay.close), Measure(measure)]
+
+
+def _acceptance(stats: Mapping[str, float]) -> Metrics:
+    """How the drafts of the latest generation fared; nothing without drafts."""
+    names = [name for name in ("acceptance_length", "acceptance_rate") if name in stats]
+    return {f"rollout/{name}": stats[name] for name in names}
 
 
 def _validation(run: Run) -> list[Hook]:
