@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import decimal
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -99,8 +100,7 @@ def test_a_broken_prompt_is_dropped_or_read():
     for row in broken_rows():
         try:
             prompt = read_prompt(row, "d", "e")
-            prompt.key()
-            prompt.row()
+            assert json.dumps(prompt.row(), default=str) and prompt.key()
         except RowDropped:
             dropped += 1
         else:

@@ -1,3 +1,5 @@
+import datetime
+import decimal
 import gzip
 import json
 import subprocess
@@ -247,6 +249,17 @@ def test_parquet_and_compressed_rows_are_the_same_prompts(tmp_path):
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["dropped"] == {"duplicate prompt": 2}
     assert manifest["environments"] == {"mcqa_simple_agent": 1, "workplace_agent": 1}
+
+
+def test_columns_of_a_table_that_json_does_not_know(tmp_path):
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    facts = {"day": datetime.date(2026, 1, 2), "at": datetime.datetime(2026, 1, 2, 3), "raw": b"a\xff"}
+    facts |= {"price": decimal.Decimal("1.50"), "tags": [datetime.date(2026, 1, 3)], "nothing": None}
+    parquet.write_table(arrow.Table.from_pylist([own("q") | facts]), tmp_path / "in.parquet")
+    assert prep.main(["prompts", str(tmp_path / "in.parquet"), "--out", str(tmp_path / "out")]) == 0
+    (row,) = lines(tmp_path / "out" / "train.jsonl") + lines(tmp_path / "out" / "valid.jsonl")
+    texts = {"day": "2026-01-02", "at": "2026-01-02 03:00:00", "raw": "a\ufffd", "price": "1.50"}
+    assert row["extra"] == texts | {"tags": ["2026-01-03"]}
 
 
 def test_the_command_loads_no_torch():

@@ -85,11 +85,16 @@ def _parquet(file: InputFile) -> Iterator[Row]:
     for batch in parquet_module().ParquetFile(file.path).iter_batches(batch_size=256):
         for value in batch.to_pylist():
             number += 1
-            yield Row(f"{file.name}:{number}", _without_none(value))
+            yield Row(f"{file.name}:{number}", _as_json(value))
 
 
-def _without_none(value: Any) -> Any:
-    """A table gives every row the fields of all rows; those that a row does not have are None."""
+def _as_json(value: Any) -> Any:
+    """A table gives every row the fields of all rows, those that a row does not have as None, and has types
+    that JSON has not: times, decimals and bytes become text."""
     if isinstance(value, dict):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _as_json(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_as_json(inner) for inner in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
