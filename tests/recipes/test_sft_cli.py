@@ -141,6 +141,11 @@ def test_packs_that_do_not_fit_leave_no_folder(packs, tmp_path, capsys, changes,
             "loss_mean_after: 600 leaves no step of",
         ),
         ("pretrain", ["trainer.loss_mean=conversations"], "trainer.loss_mean: conversations has no effect"),
+        (
+            "sft",
+            ["data=packs", "trainer.sample_tokens=1024"],
+            "trainer.sample_tokens: 1024 leave no room for a prompt in data.sequence_length=1024",
+        ),
     ],
 )
 def test_mistakes_of_the_configuration(recipe, overrides, expected):

@@ -10,7 +10,7 @@ import torch
 
 from micro_packs import LENGTH, SOURCES, micro_packs
 from nemotron_ultra.data.pack_stream import PackStream
-from nemotron_ultra.data.packs import PackFiles, PackWriter
+from nemotron_ultra.data.packs import PackFiles, PackWriter, read_pack_manifest, write_pack_manifest
 from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.errors import ConfigError, DataError
 
@@ -187,3 +187,15 @@ def test_folders_without_packs_to_train_on(tmp_path):
         stream_of(tmp_path)
     with pytest.raises(DataError, match="no packed parquet files"):
         stream_of(tmp_path / "nowhere")
+
+
+def test_packs_without_validation_are_remarked(tmp_path):
+    folder = micro_packs(tmp_path / "packs")
+    assert not any("remark" in facts for facts in stream_of(folder).describe().values())
+    content = read_pack_manifest(folder)
+    for path in folder.glob("valid-*"):
+        path.unlink()
+        del content["files"][path.name]
+    write_pack_manifest(folder, content)
+    facts = stream_of(folder).describe()
+    assert [row.get("remark", "").count("no validation packs") for row in facts.values()] == [1, 0]

@@ -205,7 +205,8 @@ def test_manifest_round_trip_and_mistakes(tmp_path):
     with pytest.raises(DataError, match="not a finished folder of packs"):
         read_pack_manifest(tmp_path)
     keys = ("tokenizer", "template", "packer", "sources", "splits", "dropped", "files")
-    write_pack_manifest(tmp_path, {key: {} for key in keys})
+    content = {key: {} for key in keys} | {"packer": {"max_length": 8}}
+    write_pack_manifest(tmp_path, content)
     assert read_pack_manifest(tmp_path)["kind"] == "packs"
     (tmp_path / "manifest.json").write_text('{"format": 1, "tokenizer": {}}')
     with pytest.raises(DataError, match="not a manifest of packs; got token shards"):
@@ -223,3 +224,22 @@ def test_splits_by_the_names_of_files(tmp_path):
     assert {name: len(paths) for name, paths in valid.items()} == {"chat-a": 1, "math": 1}
     (tmp_path / "splits" / "train").mkdir(parents=True)
     assert split_files(tmp_path) == ([], {})
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"tokenizer": None}, "tokenizer: None"),
+        ({"sources": ["a"]}, "sources: \\['a'\\]"),
+        ({"sources": {"a": 1}}, "sources.a: 1"),
+        ({"packer": {}}, "packer.max_length: None"),
+        ({"packer": {"max_length": "8"}}, "packer.max_length: '8'"),
+        ({"files": {"train-00000.parquet": {}}}, "files.train-00000.parquet.bytes: None"),
+        ({"identity": []}, "identity: \\[\\]"),
+    ],
+)
+def test_a_manifest_of_wrong_values_is_refused_by_key(tmp_path, changes, said):
+    keys = ("tokenizer", "template", "sources", "splits", "dropped", "files")
+    write_pack_manifest(tmp_path, {key: {} for key in keys} | {"packer": {"max_length": 8}} | changes)
+    with pytest.raises(DataError, match=f"values that no manifest of packs has; got {said}"):
+        read_pack_manifest(tmp_path)

@@ -62,6 +62,11 @@ def _data_problems(c: RunConfig) -> Iterator[str]:
         yield f"data.phases: has no effect with trainer.name={name}, which learns from {learns}; use {use}"
     if name != "sft" and c.data.packs is not None:
         yield f"data.packs: has no effect with trainer.name={name}; leave it out, or use sft"
+    if name == "sft" and c.data.packs is not None and c.trainer.sample_tokens >= c.data.sequence_length:
+        yield (
+            f"trainer.sample_tokens: {c.trainer.sample_tokens} leave no room for a prompt in "
+            f"data.sequence_length={c.data.sequence_length}; lower it, or set it to 0 for no answers"
+        )
     if name != "sft" and c.trainer.loss_mean != "tokens":
         yield f"trainer.loss_mean: {c.trainer.loss_mean} has no effect with trainer.name={name}; leave it out"
 

@@ -56,7 +56,27 @@ def read_pack_manifest(folder: Path) -> dict[str, Any]:
     if missing or manifest["format"] != FORMAT:
         got = f"missing {', '.join(missing)}" if missing else f"format {manifest['format']}"
         raise DataError(f"{path}: not a manifest of packs in format {FORMAT}", got=got, do=do)
+    wrong = _wrong_values(manifest)
+    if wrong:
+        got = "; ".join(f"{key}: {value!r:.40}" for key, value in list(wrong.items())[:3])
+        raise DataError(f"{path} holds values that no manifest of packs has", got=got, do=do)
     return manifest
+
+
+def _wrong_values(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Values by key that are not of the type which readers count on."""
+    wrong = {key: manifest[key] for key in REQUIRED if not isinstance(manifest[key], dict)}
+    if wrong:
+        return wrong
+    rows = {f"{key}.{name}": row for key in ("sources", "files") for name, row in manifest[key].items()}
+    wrong = {key: row for key, row in rows.items() if not isinstance(row, dict)}
+    numbers = {
+        f"files.{name}.bytes": row.get("bytes") for name, row in manifest["files"].items() if not wrong
+    }
+    numbers["packer.max_length"] = manifest["packer"].get("max_length")
+    wrong |= {key: value for key, value in numbers.items() if type(value) is not int or value < 0}
+    identity = manifest.get("identity", {})
+    return wrong | ({} if isinstance(identity, dict) else {"identity": identity})
 
 
 def split_files(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:

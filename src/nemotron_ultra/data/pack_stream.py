@@ -99,15 +99,20 @@ class PackStream:
     def describe(self) -> dict[str, dict[str, Any]]:
         """Facts by source from the manifest; of a folder without one, what can be known of the whole."""
         folder = str(self.where)
+        remarks = [] if self.valid else ["no validation packs: nothing will be validated"]
         if self.manifest is None:
-            remark = "no manifest.json: nobody can check that these ids are of data.tokenizer"
+            remarks.append("no manifest.json: nobody can check that these ids are of data.tokenizer")
             name = Path(self.where).stem.strip("*") or "packs"
-            return {name: {"folder": folder, "packs": len(self.train), "remark": remark}}
-        packed = {"folder": folder, "template": self.manifest["template"].get("name")}
-        return {
-            name: {"tokens": 0} | {k: v for k, v in facts.items() if isinstance(v, int | float)} | packed
-            for name, facts in self.manifest["sources"].items()
-        }
+            found = {name: {"folder": folder, "packs": len(self.train)}}
+        else:
+            packed = {"folder": folder, "template": self.manifest["template"].get("name")}
+            found = {
+                name: {"tokens": 0} | {k: v for k, v in facts.items() if isinstance(v, int | float)} | packed
+                for name, facts in self.manifest["sources"].items()
+            }
+        for facts in list(found.values())[:1] if remarks else ():
+            facts["remark"] = "; ".join(remarks)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "facts": self.facts()}
