@@ -22,8 +22,6 @@
 
 #define MOST_ROWS 256
 #define AT_ONCE 128 /* layers of a parallel region */
-typedef float v8 __attribute__((vector_size(32)));
-typedef float v8u __attribute__((vector_size(32), aligned(4), may_alias));
 
 enum { MAMBA, ATTENTION, MOE, MLP };
 
@@ -115,9 +113,32 @@ static inline float exp1(float x) {
 
 static inline float sigmoid1(float x) { return 1.0f / (1.0f + exp1(-x)); }
 
-/* out[j] = sum of the eight numbers of a[j], for 1 or 4 of them. */
-static inline void sums(const v8 *a, int many, float *out) {
-#ifdef __AVX__
+/* Products run over LANES numbers at once, with WIDE_ROWS rows of x at most: their sums, four rows of the matrix
+ * and one of x fill the registers. */
+#ifdef __AVX512F__
+#define LANES 16
+#define WIDE_ROWS 6
+#else
+#define LANES 8
+#define WIDE_ROWS 3
+#endif
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef float vecu __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float v4u __attribute__((vector_size(16), aligned(4), may_alias));
+
+/* out[j] = sum of the numbers of a[j], for 1 or 4 of them. */
+static inline void sums(const vec *a, int many, float *out) {
+#if defined(__AVX512F__)
+    if (many == 4) {
+        __m512 a0 = (__m512)a[0], a1 = (__m512)a[1], a2 = (__m512)a[2], a3 = (__m512)a[3];
+        __m512d low = (__m512d)(_mm512_unpacklo_ps(a0, a1) + _mm512_unpackhi_ps(a0, a1));
+        __m512d high = (__m512d)(_mm512_unpacklo_ps(a2, a3) + _mm512_unpackhi_ps(a2, a3));
+        __m512 all = (__m512)_mm512_unpacklo_pd(low, high) + (__m512)_mm512_unpackhi_pd(low, high);
+        __m256 half = _mm512_castps512_ps256(all) + (__m256)_mm512_extractf64x4_pd((__m512d)all, 1);
+        _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+        return;
+    }
+#elif defined(__AVX__)
     if (many == 4) {
         __m256 low = _mm256_hadd_ps((__m256)a[0], (__m256)a[1]), high = _mm256_hadd_ps((__m256)a[2], (__m256)a[3]);
         __m256 both = _mm256_hadd_ps(low, high);
@@ -127,35 +148,58 @@ static inline void sums(const v8 *a, int many, float *out) {
 #endif
     for (int j = 0; j < many; j++) {
         out[j] = 0;
-        for (int i = 0; i < 8; i++) out[j] += a[j][i];
+        for (int i = 0; i < LANES; i++) out[j] += a[j][i];
     }
 }
 
-#define AHEAD 4 /* rows of the matrix that are fetched before they are needed */
-/* out[i][j] = x_i . w_j for M rows x and R rows w of length k. */
+/* out[i][j] = x_i . w_j for M rows x and R rows w of length k. The order of a sum does not depend on M.
+ * next: what is read after w, fetched meanwhile: the lines of `fetch` rows. */
+#ifdef __AVX512F__
+#define HOLD(register) __asm__("" : "+v"(register)) /* one load, not one a product */
+#else
+#define HOLD(register)
+#endif
+#define UNROLL _Pragma("GCC unroll 8")
 #define TILE(M, R)                                                                                        \
-    static void tile_##M##_##R(const float *const *x, const float *w, int64_t k, int ahead, float out[4][4]) { \
-        v8 acc[M][R];                                                                                     \
-        for (int i = 0; i < M; i++)                                                                       \
-            for (int j = 0; j < R; j++) acc[i][j] = (v8){0};                                              \
+    static void tile_##M##_##R(const float *const *x, const float *w, int64_t k, const float *next, int fetch, \
+                               float out[WIDE_ROWS][4]) {                                                 \
+        vec acc[M][R];                                                                                    \
+        const float *in[M];                                                                               \
+        UNROLL for (int i = 0; i < M; i++) in[i] = x[i];                                                  \
+        UNROLL for (int i = 0; i < M; i++)                                                                \
+            UNROLL for (int j = 0; j < R; j++) acc[i][j] = (vec){0};                                      \
         int64_t p = 0;                                                                                    \
-        for (; p + 8 <= k; p += 8) {                                                                      \
-v8 row[M];                                                                                    \
-            if (ahead)                                                                                    \
-                for (int j = 0; j < R; j++) __builtin_prefetch(w + (j + AHEAD) * k + p);                  \
-            for (int i = 0; i < M; i++) row[i] = *(const v8u *)(x[i] + p);                                \
-            for (int j = 0; j < R; j++) {                                                                 \
-                v8 column = *(const v8u *)(w + j * k + p);                                                \
-                for (int i = 0; i < M; i++) acc[i][j] += row[i] * column;                                 \
+        for (; p + LANES <= k; p += LANES) {                                                              \
+            vec column[R];                                                                                \
+            UNROLL for (int j = 0; j < R; j++) column[j] = *(const vecu *)(w + j * k + p);                \
+            if (fetch)                                                                                    \
+                for (int j = 0; j < 2; j++) __builtin_prefetch(next + j * k + p);                         \
+            if (fetch == 4)                                                                               \
+                for (int j = 2; j < 4; j++) __builtin_prefetch(next + j * k + p);                         \
+            UNROLL for (int i = 0; i < M; i++) {                                                          \
+                vec row = *(const vecu *)(in[i] + p);                                                     \
+                HOLD(row);                                                                                \
+                UNROLL for (int j = 0; j < R; j++) acc[i][j] += row * column[j];                          \
             }                                                                                             \
         }                                                                                                 \
-        for (int i = 0; i < M; i++) {                                                                     \
+        UNROLL for (int i = 0; i < M; i++) {                                                              \
             sums(acc[i], R, out[i]);                                                                      \
             for (int64_t t = p; t < k; t++)                                                               \
-                for (int j = 0; j < R; j++) out[i][j] += x[i][t] * w[j * k + t];                          \
+                for (int j = 0; j < R; j++) out[i][j] += in[i][t] * w[j * k + t];                         \
         }                                                                                                 \
     }
 TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(1, 1) TILE(2, 1) TILE(3, 1)
+#if WIDE_ROWS == 6
+TILE(4, 4) TILE(5, 4) TILE(6, 4) TILE(4, 1) TILE(5, 1) TILE(6, 1)
+#endif
+
+typedef void Tile(const float *const *, const float *, int64_t, const float *, int, float[WIDE_ROWS][4]);
+static Tile *const tiles[WIDE_ROWS][2] = {
+    {tile_1_1, tile_1_4}, {tile_2_1, tile_2_4}, {tile_3_1, tile_3_4},
+#if WIDE_ROWS == 6
+    {tile_4_1, tile_4_4}, {tile_5_1, tile_5_4}, {tile_6_1, tile_6_4},
+#endif
+};
 
 enum { STORE, RELU2, ADD, ADD_WEIGHED };
 
@@ -166,28 +210,31 @@ static inline void put(float *y, float value, int mode, float weight) {
     else *y += weight * value;
 }
 
-/* y_i[n] (mode) x_i . w_n + bias_n for n in begin..end-1. */
+static inline void put4(float *y, const float *value, const float *bias, int mode, float weight) {
+    v4u *to = (v4u *)y, v = *(const v4u *)value;
+    if (bias) v += *(const v4u *)bias;
+    if (mode == STORE) *to = v;
+    else if (mode == RELU2) { v4u r = (v4u)(((v > 0) | (v != v)) & (__typeof__(v > 0))v); *to = r * r; }
+    else if (mode == ADD) *to += v;
+    else *to += weight * v;
+}
+
+/* y_i[n] (mode) x_i . w_n + bias_n for n in begin..end-1. next: the matrix rows that are read afterwards. */
 static void product(const float *const *x, float *const *y, const float *weight, int64_t rows, const float *w,
-                    const float *bias, int64_t k, int64_t begin, int64_t end, int mode) {
-    float out[4][4];
+                    const float *bias, int64_t k, int64_t begin, int64_t end, int mode, const float *next) {
+    float out[WIDE_ROWS][4];
+    int64_t passes = (rows + WIDE_ROWS - 1) / WIDE_ROWS, ahead = 4 * ((2048 + 4 * k - 1) / (4 * k));
     for (int64_t n = begin; n < end;) {
         int r = end - n >= 4 ? 4 : 1;
-        const float *columns = w + n * k;
-        for (int64_t i = 0; i < rows; i += 3) {
-            int m = rows - i >= 3 ? 3 : (int)(rows - i);
-            if (r == 4) {
-                if (m == 3) tile_3_4(x + i, columns, k, !i, out);
-                else if (m == 2) tile_2_4(x + i, columns, k, !i, out);
-                else tile_1_4(x + i, columns, k, !i, out);
-            } else {
-                if (m == 3) tile_3_1(x + i, columns, k, !i, out);
-                else if (m == 2) tile_2_1(x + i, columns, k, !i, out);
-                else tile_1_1(x + i, columns, k, !i, out);
+        const float *columns = w + n * k, *after = n + ahead < end ? columns + ahead * k : next ? next + (n + ahead - end) * k : columns;
+        for (int64_t i = 0, pass = 0; pass < passes; pass++) {
+            int m = (int)((rows - i + passes - pass - 1) / (passes - pass));
+            int fetch = passes == 1 ? 4 : pass < 2 ? 2 : 0; /* the first two passes share the work */
+            tiles[m - 1][r == 4](x + i, columns, k, after + (pass == 1 ? 2 * k : 0), fetch, out);
+            for (int a = 0; a < m; a++, i++) {
+                if (r == 4) put4(y[i] + n, out[a], bias ? bias + n : NULL, mode, weight ? weight[i] : 1);
+                else put(y[i] + n, out[a][0] + (bias ? bias[n] : 0), mode, weight ? weight[i] : 1);
             }
-            for (int a = 0; a < m; a++)
-                for (int j = 0; j < r; j++)
-                    put(&y[i + a][n + j], out[a][j] + (bias ? bias[n + j] : 0), mode,
-                        weight ? weight[i + a] : 1);
         }
         n += r;
     }
@@ -198,7 +245,7 @@ static void dense(const float *x, int64_t ldx, float *y, int64_t ldy, int64_t ro
     const float *in[MOST_ROWS];
     float *out[MOST_ROWS];
     for (int64_t i = 0; i < rows; i++) in[i] = x + i * ldx, out[i] = y + i * ldy;
-    product(in, out, NULL, rows, w, bias, k, begin, end, mode);
+    product(in, out, NULL, rows, w, bias, k, begin, end, mode, NULL);
 }
 
 static void rms(const float *x, const float *weight, float eps, int64_t rows, int64_t width, float *out) {
@@ -434,10 +481,15 @@ static void moe(const Layer *a, const Work *k, Team *team, float *normed, float 
                     out[n] = down ? k->mixed + row * L : h;
                     each[n] = weight[choice];
                 }
+                const float *w = down ? a->expert_down : a->expert_up;
+                const float *next = NULL;
+                int64_t later = e + 1;
+                while (later < E && start[later + 1] == start[later]) later++;
+                if (later < E) next = w + later * F * L + begin * (down ? F : L);
                 if (count && down)
-                    product(in, out, each, count, a->expert_down + e * L * F, NULL, F, begin, end, ADD_WEIGHED);
+                    product(in, out, each, count, w + e * F * L, NULL, F, begin, end, ADD_WEIGHED, next);
                 else if (count)
-                    product(in, out, NULL, count, a->expert_up + e * F * L, NULL, L, begin, end, RELU2);
+                    product(in, out, NULL, count, w + e * F * L, NULL, L, begin, end, RELU2, next);
             }
         });
     }
