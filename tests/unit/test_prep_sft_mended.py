@@ -56,12 +56,29 @@ def test_what_the_mended_command_left_as_it_was_is_kept(capsys):
     assert "1 parts were finished by an earlier run" in capsys.readouterr().out
 
 
-def test_a_stopped_preparation_still_refuses_another_command(capsys, monkeypatch):
+@pytest.fixture
+def stopped(monkeypatch):
+    """Part 0 has its receipt, and the disk refuses the first file's."""
     with monkeypatch.context() as patch:
         patch.setattr(
             "nemotron_ultra.data.sft_shards.write_json", lambda *_: os.open("/nowhere", os.O_RDONLY)
         )
         assert prepared("a=a.jsonl") == 3
+
+
+def test_a_receipt_that_the_disk_lost_is_no_receipt(stopped, capsys):
+    Path("out/.parts/spools/a/0000000.json").write_bytes(b"")
+    Path("out/.parts/files/train-00000.parquet.json").write_bytes(bytes(99))
+    assert prepared("a=a.jsonl") == 0 and "finished by an earlier run" not in capsys.readouterr().out
+    assert prepared("a=a.jsonl", out="other") == 0 and files() == files("other")
+
+
+def test_a_lost_plan_is_an_error(stopped, capsys):
+    Path("out/.parts/plan.json").write_bytes(b"")
+    assert prepared("a=a.jsonl") == 3 and "plan.json is damaged; remove out" in capsys.readouterr().err
+
+
+def test_a_stopped_preparation_still_refuses_another_command(stopped, capsys):
     assert prepared("a=a.jsonl", "--max-length", "128") == 3
     assert "a preparation with other options.max_length" in capsys.readouterr().err
 

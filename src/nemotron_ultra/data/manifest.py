@@ -67,6 +67,15 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
+def read_receipt(path: Path) -> dict[str, Any] | None:
+    """What write_json wrote, or None where the disk lost it: what the receipt is for is then done again."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def file_digest(path: Path) -> str:
     """blake2b of a file's bytes, 32 hex digits."""
     with open(path, "rb") as file:

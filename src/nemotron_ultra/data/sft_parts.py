@@ -23,7 +23,7 @@ import numpy as np
 
 from nemotron_ultra.data.chat import load_template
 from nemotron_ultra.data.inputs import Part
-from nemotron_ultra.data.manifest import damaged_files, file_facts, write_json
+from nemotron_ultra.data.manifest import damaged_files, file_facts, read_receipt, write_json
 from nemotron_ultra.data.messages import Conversation, RowDropped, read_conversation
 from nemotron_ultra.data.pool import check_unchanged
 from nemotron_ultra.data.reasoning import ReasoningOptions, transform
@@ -271,8 +271,8 @@ def read_chat_receipts(folder: Path) -> dict[int, ChatReceipt]:
     """Receipts of a source's finished parts whose files are still what they were."""
     found = {}
     for path in sorted(folder.glob("[0-9]*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not damaged_files(folder, content):
+        content = read_receipt(path)
+        if content and not damaged_files(folder, content):
             content["dropped"] = Counter(content["dropped"])
             found[content["number"]] = ChatReceipt(**content)
     return found

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemotron_ultra.data.inputs import Part
-from nemotron_ultra.data.manifest import NAME, damaged_files, same_identity, write_json
+from nemotron_ultra.data.manifest import NAME, damaged_files, read_receipt, same_identity, write_json
 from nemotron_ultra.data.pack_manifest import read_pack_manifest
 from nemotron_ultra.data.pool import WorkerKilled, work_all
 from nemotron_ultra.data.render import Template
@@ -139,7 +139,9 @@ def _open_parts(out: Path, identity: dict[str, Any]) -> Path:
     folder = out / PARTS
     plan = folder / PLAN
     if plan.is_file():
-        before = json.loads(plan.read_text(encoding="utf-8"))
+        before = read_receipt(plan)
+        if before is None:
+            raise DataError(f"{plan} is damaged", do=f"remove {out} and give the command again")
         if not (folder / FAILED).exists():
             same_identity(out, before, identity)
             return folder

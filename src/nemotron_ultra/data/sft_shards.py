@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nemotron_ultra.data.manifest import file_facts, write_json
+from nemotron_ultra.data.manifest import file_facts, read_receipt, write_json
 from nemotron_ultra.data.packs import Conversations, PackWriter
 from nemotron_ultra.data.sft_parts import ROWS, spool_files
 from nemotron_ultra.data.sft_plan import BOUNDS, ITEMS, ShardPlan
@@ -112,8 +111,8 @@ def read_shard_receipts(receipts: Path, out: Path, digest: str) -> dict[str, dic
     """Receipts of files that this plan asks for and that are still what they were, by name."""
     found = {}
     for path in sorted(receipts.glob("*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["plan"] != digest:
+        content = read_receipt(path)
+        if not content or content["plan"] != digest:
             continue
         facts = content["files"]
         if all((out / name).is_file() and file_facts(out / name) == fact for name, fact in facts.items()):
