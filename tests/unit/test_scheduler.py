@@ -156,22 +156,48 @@ def test_states_of_sixteen_bits_run_too():
     assert found[2].tokens == alone(model, request([5, 6, 7], 12, seed=2), ssm_format="fp16_sr").tokens
 
 
+def test_a_request_is_cancelled_once_also_while_its_prompt_is_read():
+    scheduler = Scheduler(micro_model(), max_slots=2, max_tokens=64, prefill_chunk=4)
+    id = scheduler.submit(request(range(3, 23), 4))
+    assert scheduler.step() == []
+    scheduler.cancel(id)
+    scheduler.cancel(id)
+    (event,) = scheduler.step()
+    assert event.completion.finish_reason == "cancelled" and scheduler.idle
+
+
+def test_top_k_beyond_all_ids_cuts_nothing():
+    model = micro_model()
+    own = alone(model, request([5, 6], 8, temperature=1.0))
+    assert alone(model, request([5, 6], 8, temperature=1.0, top_k=10**30)).tokens == own.tokens
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"prompt": ()}, DataError, "prompt is empty"),
         ({"prompt": (3, 64)}, DataError, r"a token id.*got 64.*0 to 63"),
+        ({"prompt": (3, 4.0)}, DataError, r"no token id.*got 4.0"),
+        ({"prompt": (True, 4)}, DataError, r"no token id.*got True"),
+        ({"prompt": "text"}, DataError, r"no list of token ids.*got 'text'"),
         ({"prompt": (3,) * 10}, DataError, r"longer than the limit.*10 prompt tokens.*7.*16 together"),
         ({"max_new_tokens": 0}, ConfigError, r"max_new_tokens.*got 0"),
         ({"max_new_tokens": 1.5}, ConfigError, r"max_new_tokens.*got 1.5"),
+        ({"max_new_tokens": True}, ConfigError, r"max_new_tokens.*got True"),
         ({"temperature": -1.0}, ConfigError, r"temperature.*got -1"),
+        ({"temperature": 1e-40}, ConfigError, r"temperature.*got 1e-40.*1e-05 or more"),
         ({"temperature": "hot"}, ConfigError, r"temperature.*got hot"),
         ({"top_p": 0.0}, ConfigError, r"top_p.*got 0.0"),
         ({"top_p": 1.1}, ConfigError, r"top_p.*got 1.1"),
+        ({"top_p": "all"}, ConfigError, r"top_p.*got all"),
         ({"top_k": -1}, ConfigError, r"top_k.*got -1"),
         ({"top_k": 1.5}, ConfigError, r"top_k.*got 1.5"),
         ({"min_p": 2}, ConfigError, r"min_p.*got 2"),
+        ({"seed": "0"}, ConfigError, r"seed.*got '0'"),
         ({"stop_ids": (64,)}, ConfigError, r"stop_ids.*got 64"),
+        ({"stop_ids": (3.0,)}, ConfigError, r"stop_ids.*got 3.0"),
+        ({"stop_ids": 3}, ConfigError, r"stop_ids: not a list.*got 3"),
+        ({"stop_texts": "ab"}, ConfigError, r"stop_texts: not a list.*got 'ab'"),
         ({"stop_texts": ("a",)}, ConfigError, r"stop_texts.*decode"),
         ({"stop_texts": ("",)}, ConfigError, r"stop_texts.*got ''"),
     ],

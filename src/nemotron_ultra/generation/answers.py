@@ -16,7 +16,6 @@ from nemotron_ultra.generation.request import check_request, check_room
 from nemotron_ultra.generation.scheduler import Scheduler
 from nemotron_ultra.generation.text import UNTHINK
 
-COLDEST = 1e-5
 OTHER_HALF = 1 << 63  # seeds of second requests differ by this bit
 
 
@@ -66,12 +65,6 @@ class Turn:
     def check(self, rows: int, max_tokens: int, *, decodes: bool, name: str = "prompt") -> None:
         """Raises DataError or ConfigError for what no scheduler of these limits would take."""
         check_request(self.request, rows, decodes=decodes, name=name)
-        if 0 < self.request.temperature < COLDEST:
-            raise ConfigError(
-                "temperature: too small to divide by",
-                got=self.request.temperature,
-                allowed=f"0 (the likeliest id), or {COLDEST:g} or more",
-            )
         check_room(self.request, max_tokens, name)
 
     def first(self) -> Request:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence, Sized
 from numbers import Integral, Real
 from typing import Any
 
 from nemotron_ultra.errors import ConfigError, DataError
 from nemotron_ultra.generation.base import Request
+
+COLDEST = 1e-5  # logits are divided by the temperature
 
 
 def check_request(request: Request, rows: int, *, decodes: bool, name: str = "prompt") -> None:
@@ -16,24 +19,40 @@ def check_request(request: Request, rows: int, *, decodes: bool, name: str = "pr
     rows: ids of the model. decodes: whether there is a `decode` to look for stop texts with.
     """
     check_options(request.max_new_tokens, request.temperature)
-    _check_range("top_p", request.top_p, 0 < request.top_p <= 1, "above 0, up to 1 (all)")
-    _check_range("min_p", request.min_p, 0 <= request.min_p <= 1, "0 (all) to 1")
-    whole = isinstance(request.top_k, Integral) and request.top_k >= 0
-    _check_range("top_k", request.top_k, whole, "a whole number, 0 (all) or more")
+    if not _is_real(request.top_p) or not 0 < request.top_p <= 1:
+        raise ConfigError("top_p: cannot be", got=request.top_p, allowed="above 0, up to 1 (all)")
+    if not _is_real(request.min_p) or not 0 <= request.min_p <= 1:
+        raise ConfigError("min_p: cannot be", got=request.min_p, allowed="0 (all) to 1")
+    if not _is_whole(request.top_k) or request.top_k < 0:
+        raise ConfigError("top_k: cannot be", got=request.top_k, allowed="a whole number, 0 (all) or more")
+    if not _is_whole(request.seed):
+        raise ConfigError("seed: cannot be", got=repr(request.seed), allowed="a whole number")
     check_prompt(request.prompt, rows, name)
     check_stops(request.stop_ids, request.stop_texts, rows, decodes)
 
 
 def check_options(max_new_tokens: Any, temperature: Any) -> None:
-    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+    if not _is_whole(max_new_tokens) or max_new_tokens < 1:
         raise ConfigError("max_new_tokens: too few", got=max_new_tokens, allowed="1 or more")
-    if not isinstance(temperature, Real) or not 0 <= temperature < float("inf"):
-        raise ConfigError("temperature: cannot be", got=temperature, allowed="0 (the likeliest id) or more")
+    if not _is_real(temperature) or not (temperature == 0 or COLDEST <= temperature < math.inf):
+        raise ConfigError(
+            "temperature: cannot be",
+            got=temperature,
+            allowed=f"0 (the likeliest id), or {COLDEST:g} or more",
+        )
 
 
 def check_prompt(prompt: Sequence[int], rows: int, name: str) -> None:
+    if isinstance(prompt, str) or not isinstance(prompt, Sized):
+        raise DataError(f"{name} is no list of token ids", got=repr(prompt)[:80])
     if not len(prompt):
         raise DataError(f"{name} is empty", do="begin it with at least one token, for instance the BOS id")
+    if not _are_whole(prompt):
+        raise DataError(
+            f"{name}: what is no token id",
+            got=repr(next(token for token in prompt if not _is_whole(token))),
+            allowed="whole numbers",
+        )
     if not 0 <= min(prompt) <= max(prompt) < rows:
         raise DataError(
             f"{name}: a token id the model does not have",
@@ -44,8 +63,11 @@ def check_prompt(prompt: Sequence[int], rows: int, name: str) -> None:
 
 
 def check_stops(stop_ids: Sequence[int], stop_texts: Sequence[str], rows: int, decodes: bool) -> None:
+    for name, stops in {"stop_ids": stop_ids, "stop_texts": stop_texts}.items():
+        if isinstance(stops, str) or not isinstance(stops, Iterable):
+            raise ConfigError(f"{name}: not a list", got=repr(stops), allowed="a list or tuple, also of one")
     for stop in stop_ids:
-        if not 0 <= stop < rows:
+        if not _is_whole(stop) or not 0 <= stop < rows:
             raise ConfigError("stop_ids: an id the model does not have", got=stop, allowed=f"0 to {rows - 1}")
     for text in stop_texts:
         if not isinstance(text, str) or not text:
@@ -69,6 +91,14 @@ def check_room(request: Request, max_tokens: int, name: str = "prompt") -> None:
         )
 
 
-def _check_range(name: str, value: Any, fits: bool, allowed: str) -> None:
-    if not isinstance(value, Real) or not fits:
-        raise ConfigError(f"{name}: cannot be", got=value, allowed=allowed)
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _are_whole(values: Iterable[Any]) -> bool:
+    """By kind, as prompts are long."""
+    return all(issubclass(kind, Integral) and kind is not bool for kind in set(map(type, values)))
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

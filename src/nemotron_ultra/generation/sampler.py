@@ -129,10 +129,10 @@ class Sampler:
             raise ConfigError(
                 "seeds: not one per prompt", got=len(seeds), allowed=f"{len(prompts)}, one per prompt"
             )
-        extras["stop_texts"] = tuple(extras.get("stop_texts", ()))
         rows, decodes = self.model.config.vocab_size, self.decode is not None
         check_options(max_new_tokens, temperature)
-        check_stops(stop_ids, extras["stop_texts"], rows, decodes)
+        check_stops(stop_ids, extras.get("stop_texts", ()), rows, decodes)
+        extras["stop_texts"] = tuple(extras.get("stop_texts", ()))
         requests = []
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
             check_prompt(prompt, rows, f"prompt {number}")

@@ -14,6 +14,8 @@ from torch import Tensor
 from nemotron_ultra.generation.base import Request
 from nemotron_ultra.generation.draw import draw, draw_scaled
 
+MOST = 1 << 62  # of top_k: a number that a tensor holds
+
 
 @dataclass(frozen=True)
 class RowOptions:
@@ -43,7 +45,7 @@ class RowOptions:
             column([r.temperature or 1.0 for r in requests], torch.float64),
             torch.tensor(greedy, dtype=torch.bool, device=device),
             column([r.top_p for r in requests], torch.float64),
-            column([r.top_k for r in requests], torch.int64),
+            column([min(r.top_k, MOST) for r in requests], torch.int64),
             column([r.min_p for r in requests], torch.float64),
             cuts=cuts,
             plain=not cuts and all(r.temperature in (0, 1) for r in requests),

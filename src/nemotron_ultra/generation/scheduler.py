@@ -155,7 +155,7 @@ class Scheduler:
         """End a request where it is; its slot is free at once. An id that has finished is let be."""
         running = [live.id == id for live in self.rows.live]
         waiting = [*self._queue, *(self._part.requests() if self._part else ())]
-        for live in [live for live in [*self.rows.live, *waiting] if live.id == id]:
+        for live in [live for live in [*self.rows.live, *waiting] if live.id == id and not live.cancelled]:
             live.cancelled = True
             self._events.append(Event(id, [], [], [], self._completion(live, "cancelled")))
         self._queue = deque(live for live in self._queue if live.id != id)
