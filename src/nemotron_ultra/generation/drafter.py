@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemotron_ultra.errors import ConfigError
 from nemotron_ultra.model.cache import Cache
+from nemotron_ultra.model.draft import Drafts
 from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.ops.segments import Segments
 
@@ -73,6 +74,7 @@ class Drafter:
     def __init__(self, model: HybridLM, slots: int, capacity: int, vocab_size: int):
         self.model, self.vocab_size = model, vocab_size
         self.cache = model.new_cache(slots, capacity, pattern=model.config.mtp_pattern)
+        self.drafts = Drafts(model, vocab_size)
         self.behind: list[list[tuple[Tensor, Tensor]]] = []
         self.rounds: deque[_Round] = deque(maxlen=REACH)  # of all rows, later than `behind`
 
@@ -107,12 +109,20 @@ class Drafter:
         for row, count in enumerate(counts):
             self.behind[first + row].append((hidden_BKD[row, :count], token_BK[row, :count]))
 
-    def draft(self, count: int, pick: Pick) -> Tensor:
-        """`count` tokens, 1 or more, for every live row, [B, count]; each row has a pair that waits."""
-        g_BD = self._catch_up()
+    def draft(self, count: int, pick: Pick | None = None) -> Tensor:
+        """`count` tokens, 1 or more, for every live row, [B, count]; each row has a pair that waits.
+
+        pick: how a draft is chosen, by default the likeliest id.
+        """
+        g_BD, padded = self._waiting()
+        if padded is not None:
+            if pick is None and (found := self.drafts.run(self.cache, *padded, count)) is not None:
+                return found
+            g_BD = self._extend(*padded)
         drafts: list[Tensor] = []
         for number in range(count):
-            drafts.append(pick(self.model.next_logits(g_BD)[:, : self.vocab_size], number))
+            logits_BV = self.model.next_logits(g_BD)[:, : self.vocab_size]
+            drafts.append(logits_BV.argmax(-1) if pick is None else pick(logits_BV, number))
             if number + 1 < count:
                 g_B1D = self.model.mtp.extend(g_BD[:, None], self._embed(drafts[-1])[:, None], self.cache)
                 self.cache.close()
@@ -129,8 +139,10 @@ class Drafter:
                     pairs.append((seen.hidden_BKD[row, :count], seen.token_BK[row, :count]))
         self.rounds.clear()
 
-    def _catch_up(self) -> Tensor:
-        """Take in the pairs that wait -> g [B, D] after each row's last one."""
+    def _waiting(self) -> tuple[Tensor | None, tuple[Tensor, Tensor, list[int]] | None]:
+        """The pairs that wait: [B, K, D], [B, K] and how many of each row count; many of them are taken in
+        at once -> g [B, D] after each row's last one, None.
+        """
         last = self.rounds[-1] if len(self.rounds) == 1 and not any(self.behind) else None
         if (
             last is not None
@@ -138,7 +150,8 @@ class Drafter:
             and len(last.rows) == self.cache.size
         ):
             self.rounds.clear()
-            return self._extend(last.hidden_BKD, last.token_BK, last.counts)
+            most = max(last.counts)
+            return None, (last.hidden_BKD[:, :most], last.token_BK[:, :most], last.counts)
         self._sort()
         waiting = [_latest(pairs) for pairs in self.behind]
         lengths = [sum(len(token_T) for _, token_T in pairs) for pairs in waiting]
@@ -148,18 +161,17 @@ class Drafter:
         self.behind = [[] for _ in lengths]
         if max(lengths) > WIDE:
             g_TD = self._prefill(hidden_TD, token_T, lengths, self.cache)
-            return g_TD[torch.tensor(lengths, device=g_TD.device).cumsum(0) - 1]
+            return g_TD[torch.tensor(lengths, device=g_TD.device).cumsum(0) - 1], None
         most, rows = max(lengths), len(lengths)
         if min(lengths) < most:
             begins = torch.tensor([0, *lengths], device=token_T.device).cumsum(0)[:-1]
             places_BK = begins[:, None] + torch.arange(most, device=token_T.device)
             places_BK.clamp_(max=len(token_T) - 1)  # what a shorter row has too many is not kept
             hidden_TD, token_T = hidden_TD[places_BK.flatten()], token_T[places_BK.flatten()]
-        return self._extend(hidden_TD.view(rows, most, -1), token_T.view(rows, most), lengths)
+        return None, (hidden_TD.view(rows, most, -1), token_T.view(rows, most), lengths)
 
     def _extend(self, hidden_BKD: Tensor, token_BK: Tensor, lengths: list[int]) -> Tensor:
         most = max(lengths)
-        hidden_BKD, token_BK = hidden_BKD[:, :most], token_BK[:, :most]
         g_BKD = self.model.mtp.extend(hidden_BKD, self._embed(token_BK), self.cache)
         self.cache.commit(lengths)
         if min(lengths) == most:

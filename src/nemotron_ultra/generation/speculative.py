@@ -144,8 +144,6 @@ class Speculative:
         side, q = [], []
 
         def pick(logits_BV: Tensor, number: int) -> Tensor:
-            if not self.sampled or rows.options.all_greedy:
-                return logits_BV.argmax(-1)
             numbers = _column([place[SIDE * number] for place in side], logits_BV)
             token_B, q_BV = draft_token(logits_BV, rows.options, numbers)
             q.append(q_BV)
@@ -153,7 +151,8 @@ class Speculative:
 
         if self.sampled:
             side = [uniforms.peek(SIDE * count) for uniforms in self.side]
-        draft_BJ = self.drafter.draft(count, pick)
+        drawn = self.sampled and not rows.options.all_greedy
+        draft_BJ = self.drafter.draft(count, pick if drawn else None)
         hidden_BKD = self.model.extend(torch.cat([self.pending_B[:, None], draft_BJ], 1), rows.cache)
         logits_BKV = self.model.next_logits(hidden_BKD.flatten(0, 1)).unflatten(0, hidden_BKD.shape[:2])
         uniform_BK = _column([live.uniforms.peek(count + 1) for live in rows.live], logits_BKV)

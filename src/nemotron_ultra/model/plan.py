@@ -76,7 +76,7 @@ class DecodePlan:
 
     def run(self, x_MD: Tensor, tokens: int, first: int, last: int) -> None:
         """Layers of a fast segment on x [B * tokens, D], contiguous, in place."""
-        work = self._work(len(x_MD), tokens)
+        work = self.work(len(x_MD), tokens)
         self.latest = work
         work.x, work.length = x_MD.data_ptr(), self.cache.length_B.data_ptr()
         kernels.run_layers(self.structs, first, last - first, work)
@@ -114,7 +114,7 @@ class DecodePlan:
             self.kept[key] = [torch.empty(shape) for shape in shapes]
         return self.kept[key]
 
-    def _work(self, rows: int, tokens: int) -> kernels.Work:
+    def work(self, rows: int, tokens: int) -> kernels.Work:
         threads = torch.get_num_threads()
         key = (rows, tokens, threads)
         if key not in self.memory:
@@ -133,7 +133,7 @@ class DecodePlan:
 
 def through(layers: nn.ModuleList, x_MD: Tensor, cache: Cache, tokens: int, *, waits: bool) -> Tensor:
     """x [B * tokens, D] of new tokens through all layers. waits: the state waits for `Cache.commit`."""
-    plan = _plan(layers, cache, len(x_MD))
+    plan = plan_of(layers, cache, len(x_MD))
     if plan is None:
         segments = [(0, len(layers), False)]
     else:
@@ -157,7 +157,7 @@ def _slow(
     return (x.flatten(0, 1) if tokens else x).contiguous()
 
 
-def _plan(layers: nn.ModuleList, cache: Cache, rows: int) -> DecodePlan | None:
+def plan_of(layers: nn.ModuleList, cache: Cache, rows: int) -> DecodePlan | None:
     """The plan of these layers with this cache, made when it is first needed and when tensors have moved."""
     if (
         not 0 < rows <= kernels.MOST_ROWS

@@ -65,6 +65,21 @@ class Work(ctypes.Structure):
     ]
 
 
+class Draft(ctypes.Structure):
+    """Twin of `Draft` in the source."""
+
+    _fields_ = [
+        ("layers", c_void_p),
+        ("count", c_int64),
+        *((name, c_void_p) for name in ("embedding", "embedded_norm", "hidden_norm", "join", "join_bias")),
+        *((name, c_void_p) for name in ("last_norm", "head")),
+        *((name, c_float) for name in ("embedded_eps", "hidden_eps", "last_eps")),
+        *((name, c_int64) for name in ("vocabulary", "drafts", "hidden_stride", "token_stride")),
+        *((name, c_void_p) for name in ("hidden", "token", "counts", "length", "out")),
+        *((name, c_void_p) for name in ("joined", "last", "logits")),
+    ]
+
+
 def compiler() -> str | None:
     """Path of the C compiler that would be used, on a POSIX system."""
     if os.name != "posix":
@@ -99,6 +114,10 @@ def commit_layers(layers: ctypes.Array[Layer], work: Work, keep_B: Tensor) -> No
     library().commit_layers(start, len(layers), ctypes.addressof(work), keep_B.data_ptr(), threads)
 
 
+def start(layers: ctypes.Array[Layer]) -> int:
+    return ctypes.addressof(layers)
+
+
 def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -109,6 +128,21 @@ def few_rows(x_BD: Tensor, weight_VD: Tensor) -> Tensor:
     sizes = (len(x_BD), weight_VD.data_ptr(), weight_VD.shape[1], len(weight_VD), torch.get_num_threads())
     library().few_rows(x_BD.data_ptr(), y_BV.data_ptr(), *sizes)
     return y_BV
+
+
+def likeliest(x_BD: Tensor, weight_VD: Tensor, usable: int) -> tuple[Tensor, Tensor]:
+    """Of x W^T: ids [B] of the largest logits below `usable`, and their log-softmax over all ids [B]."""
+    rows, outs = len(x_BD), len(weight_VD)
+    logits_BV = torch.empty(rows, outs)
+    token_B, logprob_B = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    sizes = (rows, weight_VD.data_ptr(), weight_VD.shape[1], outs, usable)
+    found = (token_B.data_ptr(), logprob_B.data_ptr(), torch.get_num_threads())
+    library().likeliest(x_BD.data_ptr(), logits_BV.data_ptr(), *sizes, *found)
+    return token_B, logprob_B
+
+
+def draft(what: Draft, first: Work, later: Work) -> None:
+    library().draft(*map(ctypes.addressof, (what, first, later)), torch.get_num_threads())
 
 
 def fits(*tensors: Tensor | None) -> bool:
@@ -130,6 +164,11 @@ def _loaded(command: str) -> ctypes.CDLL:
     found.run_layers.argtypes = [c_void_p, c_int64, c_void_p, c_int64]
     found.few_rows.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64]
     found.commit_layers.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64]
+    found.draft.argtypes = [c_void_p, c_void_p, c_void_p, c_int64]
+    found.likeliest.argtypes = [
+        *(c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64)
+    ]
+    found.draft.restype = found.likeliest.restype = None
     found.run_layers.restype = found.commit_layers.restype = found.few_rows.restype = None
     return found
 

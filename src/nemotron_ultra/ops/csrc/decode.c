@@ -599,3 +599,114 @@ void few_rows(const float *x, float *y, int64_t rows, const float *w, int64_t k,
         });
     }
 }
+
+/* The first largest number's place; NaN is never it. */
+static int64_t largest(const float *x, int64_t count, float *most) {
+    enum { BLOCK = 4 * LANES };
+    int64_t best = 0, block = 0;
+    *most = count ? x[0] : 0;
+    if (*most != *most) *most = -INFINITY;
+    typedef __typeof__((vec){0} > (vec){0}) mask;
+    for (; block + BLOCK <= count; block += BLOCK) {
+        vec high = *(const vecu *)(x + block);
+        UNROLL for (int i = 1; i < 4; i++) {
+            vec other = *(const vecu *)(x + block + i * LANES);
+            mask over = other > high;
+            high = (vec)((over & (mask)other) | (~over & (mask)high));
+        }
+        mask above = high > (vec){0} + *most;
+        int any = 0;
+        for (int i = 0; i < LANES; i++) any |= above[i];
+        if (!any) continue;
+        for (int64_t i = block; i < block + BLOCK; i++)
+            if (x[i] > *most) *most = x[i], best = i;
+    }
+    for (int64_t i = block; i < count; i++)
+        if (x[i] > *most) *most = x[i], best = i;
+    return best;
+}
+
+/* Twin of `Draft` in ops/decode_kernels.py. A row of `hidden` and of `token` has the pairs that its sequence has
+ * not taken in, `counts` of them; out gets `drafts` tokens for each sequence. */
+typedef struct {
+    const Layer *layers;
+    int64_t count;
+    const float *embedding, *embedded_norm, *hidden_norm, *join, *join_bias, *last_norm, *head;
+    float embedded_eps, hidden_eps, last_eps;
+    int64_t vocabulary, drafts, hidden_stride, token_stride;
+    const float *hidden;
+    const int64_t *token, *counts;
+    int64_t *length, *out;                 /* [batch] tokens seen, moved on here; [batch, drafts] */
+    float *joined, *last, *logits;         /* [batch * tokens, 2 D], [batch, D], [batch, vocabulary] */
+} Draft;
+
+/* logits of the token after each sequence's last pair; `last` is what the next pair is made of. */
+static void apply_module(const Draft *d, const Work *k, int64_t threads) {
+    int64_t D = k->width, rows = k->batch * k->tokens;
+    Phase phases[(AT_ONCE + 1) * PHASES];
+    memset(phases, 0, sizeof phases);
+#ifdef _OPENMP
+#pragma omp parallel num_threads((int)threads)
+#endif
+    {
+        int64_t begin, end, pieces = threads > 1 ? threads * PIECES : 1;
+        Team team_ = {pieces, phases}, *team = &team_;
+        PHASE(0, pieces, {
+            share(D, 4, piece, all_, &begin, &end);
+            dense(d->joined, 2 * D, k->x, D, rows, d->join, d->join_bias, 2 * D, begin, end, STORE);
+        });
+#ifdef _OPENMP
+        work(d->layers, d->count, k, phases + PHASES, omp_get_thread_num(), omp_get_num_threads());
+#else
+        work(d->layers, d->count, k, phases + PHASES, 0, 1);
+#endif
+        PHASE(1, k->batch, {
+            int64_t row = piece * k->tokens + (k->tokens > 1 ? d->counts[piece] - 1 : 0);
+            rms(k->x + row * D, d->last_norm, d->last_eps, 1, D, d->last + piece * D);
+        });
+        PHASE(2, pieces, {
+            share(d->vocabulary, 4, piece, all_, &begin, &end);
+            dense(d->last, D, d->logits, d->vocabulary, k->batch, d->head, NULL, D, begin, end, STORE);
+        });
+    }
+}
+
+static void join(const Draft *d, int64_t row, int64_t D, const float *hidden, int64_t token) {
+    float *to = d->joined + row * 2 * D;
+    rms(d->embedding + token * D, d->embedded_norm, d->embedded_eps, 1, D, to);
+    rms(hidden, d->hidden_norm, d->hidden_eps, 1, D, to + D);
+}
+
+/* All drafts of all sequences: first the pairs that wait, then one token after the other. */
+void draft(const Draft *d, const Work *first, const Work *later, int64_t threads) {
+    int64_t D = first->width, batch = first->batch;
+    for (int64_t b = 0; b < batch; b++)
+        for (int64_t t = 0; t < first->tokens; t++) {
+            int64_t at = t < d->counts[b] ? t : d->counts[b] - 1; /* what a shorter row has too many is not kept */
+            join(d, b * first->tokens + t, D, d->hidden + b * d->hidden_stride + at * D,
+                 d->token[b * d->token_stride + at]);
+        }
+    for (int64_t number = 0; number < d->drafts; number++) {
+        apply_module(d, number ? later : first, threads);
+        for (int64_t b = 0; b < batch; b++) {
+            float most;
+            int64_t token = largest(d->logits + b * d->vocabulary, d->vocabulary, &most);
+            d->out[b * d->drafts + number] = token;
+            d->length[b] += number ? 1 : d->counts[b];
+            join(d, b, D, d->last + b * D, token);
+        }
+    }
+}
+
+/* x w^T in `logits`, its largest number's place among the first `usable` of each row, and log softmax there. */
+void likeliest(const float *x, float *logits, int64_t rows, const float *w, int64_t k, int64_t outs,
+               int64_t usable, int64_t *token, float *logprob, int64_t threads) {
+    few_rows(x, logits, rows, w, k, outs, threads);
+    for (int64_t i = 0; i < rows; i++, logits += outs) {
+        float most, all, total = 0;
+        token[i] = largest(logits, usable, &most);
+        largest(logits, outs, &all);
+        for (int64_t n = 0; n < outs; n++) total += exp1(logits[n] - all);
+        logprob[i] = most - all - logf(total);
+    }
+}
