@@ -294,7 +294,10 @@ def test_another_tokenizer_in_an_unfinished_folder(tmp_path, monkeypatch, capsys
         (["a=good.jsonl:cap=1", "a=other.jsonl"], "source a is named twice with other options"),
         (["bad.yaml"], "bad.yaml: a: unknown wieght; allowed: path, weight, cap"),
         (["list.yaml"], "list.yaml is no blend of sources"),
-        (["torn.json"], "torn.json is neither YAML nor JSON"),
+        (["torn.json"], "torn.json is no YAML or JSON"),
+        (["twice.yaml"], "twice.yaml is no YAML or JSON; got line 2: 'a' is there twice"),
+        (["part.yaml"], "part.yaml: a: cap; got 1.5; allowed: a whole number"),
+        (["true.yaml"], "true.yaml: a: weight; got True; allowed: a number"),
         (["a=empty.jsonl"], "source a is empty; got 1 files, 0 bytes"),
         (["a=a.txt"], "source a: a.txt is no file of rows; allowed: .jsonl"),
         (["good=good.jsonl", "b=useless.jsonl"], "source b has no conversation to train on; got 1 rows in"),
@@ -322,6 +325,9 @@ def test_bad_input_gives_one_clear_error(tmp_path, monkeypatch, capsys, argument
     Path("a.txt").write_text("text")
     Path("bad.yaml").write_text("sources: {a: {path: good.jsonl, wieght: 2}}")
     Path("list.yaml").write_text("- a")
+    Path("twice.yaml").write_text("sources:\n  a: good.jsonl\n  a: other.jsonl\n")
+    Path("part.yaml").write_text("sources: {a: {path: good.jsonl, cap: 1.5}}")
+    Path("true.yaml").write_text("sources: {a: {path: good.jsonl, weight: true}}")
     Path("torn.json").write_text("{")
     Path("bad.parquet").write_text("PAR1 no")
     parquet.write_table(pa.table({"text": ["x"]}), "text.parquet")

@@ -120,11 +120,11 @@ def read_blend(path: Path) -> list[SourceSpec]:
     Also the list of the public preparation: {datasets: [{name, path, weight, subset, split}, ...]}.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce)
     except OSError as error:
         raise DataError(f"cannot read the blend {path}", got=error.strerror, allowed=FORM) from error
     except (ValueError, yaml.YAMLError) as error:
-        raise DataError(f"{path} is neither YAML nor JSON", got=" ".join(str(error).split())) from error
+        raise DataError(f"{path} is no YAML or JSON", got=" ".join(str(error).split())) from error
     rows = content if isinstance(content, Mapping) else {}
     sources, datasets = rows.get("sources"), rows.get("datasets")
     if isinstance(sources, Mapping):
@@ -196,6 +196,17 @@ def _open(spec: SourceSpec, out: Path, columns: Sequence[str], part_bytes: int) 
     )
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """Of two equal keys YAML keeps the last: a source would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        twice = next((key for number, key in enumerate(keys) if key in keys[:number]), None)
+        if twice is not None:
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1}: {twice!r} is there twice")
+        return super().construct_mapping(node, deep)
+
+
 def _blend_row(row: Any) -> dict[str, Any]:
     return dict(row) if isinstance(row, Mapping) else {"path": row}
 
@@ -224,8 +235,17 @@ def _spec(name: str, row: dict[str, Any], where: str) -> SourceSpec:
         raise DataError(f"{where}: path", got=paths, allowed="a path or a list of paths")
     given = {key: value for key, value in row.items() if value is not None}
     for key, kind, text in (("weight", float, "a number"), ("cap", int, "a whole number")):
-        try:
-            given |= {key: kind(given[key])} if key in given else {}
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{where}: {key}", got=given[key], allowed=text) from error
+        if key in given:
+            given[key] = _number(given[key], kind, f"{where}: {key}", text)
     return SourceSpec(name=name, paths=tuple(paths), **given)
+
+
+def _number(value: Any, kind: type, where: str, allowed: str) -> Any:
+    """Text or a number as `kind`, which must be the same number: YAML's true and 1.5 are no whole ones."""
+    try:
+        number = kind(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(where, got=value, allowed=allowed) from error
+    if isinstance(value, bool) or (isinstance(value, float) and math.isfinite(value) and number != value):
+        raise DataError(where, got=value, allowed=allowed)
+    return number
