@@ -108,12 +108,24 @@ def test_another_file_is_not_overwritten(run, tmp_path):
     out.write_text('{"mine": 1}\n')
     code, _, err = run("--prompts", tmp_path / "in.jsonl", "--out", out)
     assert code == 3 and "nothing is overwritten" in err and out.read_text() == '{"mine": 1}\n'
+    out.write_text("my notes")
+    assert run("--prompts", tmp_path / "in.jsonl", "--out", out)[0] == 3 and out.read_text() == "my notes"
     out.unlink()
     with FileLock(tmp_path / ".out.jsonl.lock"):
         code, _, err = run("--prompts", tmp_path / "in.jsonl", "--out", out)
         assert code == 3 and "another process" in err
     assert run("--prompts", tmp_path / "in.jsonl", "--out", out, "--max-tokens", 2)[0] == 0
     assert run("--prompts", tmp_path / "in.jsonl", "--out", out, "--max-tokens", 3)[0] == 3
+
+
+def test_streams_that_are_closed_or_of_few_characters(folder, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "one", "id": "\u00e9"}\n', encoding="utf-8")
+    command = f"{sys.executable} -m nemotron_ultra.generate {folder} --max-tokens 2"
+    script = rf"{command} --prompts in.jsonl <&- 2>&- && printf 'a\377\n' | {command} --chat >&-"
+    few = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=few, capture_output=True)
+    assert json.loads(done.stdout.decode("utf-8"))["id"] == "\u00e9" and done.returncode == 0
+    assert b"Traceback" not in done.stderr and b"no valid text" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -127,6 +139,12 @@ def test_another_file_is_not_overwritten(run, tmp_path):
         ('{"tokens": [99999]}', "a token id the model does not have"),
         ('{"prompt": "x", "temperature": -1}', "temperature: cannot be"),
         ('{"prompt": "x", "temperature": "hot"}', "temperature is no number"),
+        ('{"prompt": "\\ud800"}', "in.jsonl:2 is not JSON"),
+        ('{"prompt": "x", "id": "\\ud800"}', "in.jsonl:2 is not JSON"),
+        ("[" * 100_000, "in.jsonl:2 is not JSON"),
+        ('{"prompt": "x", "thinking": ["off"]}', "unknown thinking"),
+        ('{"messages": [1]}', "in.jsonl:2: messages is not a list of objects"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}', "tools is not a list"),
         ('{"messages": []}', "must end with a message of the user"),
         (
             '{"messages": [{"role": "king", "content": "x"}, {"role": "user", "content": "x"}]}',
@@ -221,8 +239,9 @@ def test_a_folder_that_brings_a_template_is_asked_by_it(folder, tmp_path, capsys
         (["--prompt", "x", "--raw", "--thinking", "regular"], 2, "belong to the chat template"),
         (["--prompts", "nowhere"], 3, "no such file"),
         (["--prompt", ""], 3, "prompt is empty"),
+        (["--prompt", "a\udcff"], 3, "prompt is no valid text"),
         (["--prompt", "x", "--context", "4", "--max-tokens", "9"], 3, "longer than the limit"),
-        (["--prompt", "x", "--temperature", "1e-40"], 2, "too small to divide by"),
+        (["--prompt", "x", "--temperature", "1e-40"], 2, "or 1e-05 or more"),
         (["--prompt", "x", "--tokenizer", "nowhere"], 3, "tokenizer not found"),
         (["--prompt", "x", "--template", "nowhere"], 3, "chat template not found"),
         (["--prompt", "x", "--max-tokens", "99999999999"], 2, "memory than is free"),

@@ -199,6 +199,8 @@ def test_what_cannot_be_is_one_error(running, path, body, status, said):
         (b"\xff\xfe", {}, 400),
         (b'{"prompt": NaN}', {}, 400),
         (b'{"prompt": "\\ud800"}', {}, 400),
+        (b'{"prompt": "\xed\xa0\x80"}', {}, 400),
+        ('{"prompt": "\\ud800"}'.encode("utf-16"), {}, 400),
         (b"[" * 100_000, {}, 400),
         (b'{"prompt": "x"}', {"Content-Type": "text/plain"}, 415),
         (b"x" * 5_000, {}, 413),
@@ -211,6 +213,25 @@ def test_bodies_that_are_no_request(content, headers, status):
         answer = httpx.post(running.url + "/v1/completions", content=content, headers=send)
         chunked = httpx.post(running.url + "/v1/completions", content=iter([content]), headers=send)
     assert answer.status_code == chunked.status_code == status and answer.json()["error"]["message"]
+
+
+def test_arguments_of_calls_that_are_nested_too_deeply(running):
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 50_000}}
+    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, *HELLO]
+    answer = httpx.post(running.url + "/v1/chat/completions", json={"messages": messages})
+    assert answer.status_code == 400 and "nested too deeply" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("host", ["LOCALHOST", "127.0.0.2:1", "[::1]:80", "[::1]"])
+def test_names_of_this_machine(running, host):
+    assert httpx.get(running.url + "/v1/models", headers={"Host": host}).status_code == 200
+
+
+def test_a_key_of_any_letters():
+    key = "schlüssel".encode()
+    with serving(api_key=key) as running:
+        answer = httpx.get(running.url + "/v1/models", headers={"Authorization": b"Bearer " + key})
+        assert answer.status_code == 200
 
 
 def test_a_key():

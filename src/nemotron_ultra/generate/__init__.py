@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ TRACEBACK = "NEMOTRON_ULTRA_TRACEBACK"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit status, and prints an error without its traceback."""
+    _mend_streams()
     asked = make_parser().parse_args(arguments)
     try:
         return run(asked)
@@ -36,6 +38,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
+
+
+def _mend_streams() -> None:
+    """A closed stream is an empty one. Characters that an output cannot show are replaced, input that is no
+    text is left for an error that says so.
+    """
+    for name, mode, errors in (
+        ("stdin", "r", "surrogateescape"),
+        ("stdout", "w", "replace"),
+        ("stderr", "w", "backslashreplace"),
+    ):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for the whole process)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def run(asked: argparse.Namespace) -> int:

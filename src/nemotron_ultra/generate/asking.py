@@ -29,6 +29,11 @@ def text_prompt(
 
 
 def raw_ids(loaded: Loaded, text: str) -> list[int]:
+    """Raises DataError for what is no Unicode text: bytes of a command line, escapes of JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError("prompt is no valid text", got=error) from error
     return loaded.tokenizer.encode(text, special=True)
 
 

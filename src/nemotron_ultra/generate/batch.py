@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import hashlib
+import io
 import json
 import os
 import sys
@@ -91,7 +92,9 @@ def _row(loaded: Loaded, asked: argparse.Namespace, line: str, number: int, inde
     where = f"{asked.prompts}:{number}"
     try:
         row = json.loads(line)
-    except ValueError as error:
+        if "\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()  # halves of a character are no text
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON", got=error) from error
     if not isinstance(row, dict):
         raise DataError(f"{where} is not a JSON object", got=type(row).__name__)
@@ -111,6 +114,8 @@ def _row(loaded: Loaded, asked: argparse.Namespace, line: str, number: int, inde
         turn.check(loaded.rows, asked.context or len(prompt) + most, decodes=True)
     except NemotronError as error:
         raise type(error)(f"{where}: {error}") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: nested too deeply", got=error) from error
     facts = json.dumps([loaded.digest, repr(turn.request), budget, loaded.ssm_format])
     key = hashlib.blake2b(facts.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
     shows = MODES[thinking].thinking and (loaded.chat or "messages" in row)
@@ -135,7 +140,7 @@ def _check_keys(row: dict[str, Any], where: str) -> None:
     stop = row.get("stop", [])
     if not isinstance(stop, str) and not (isinstance(stop, list) and all(isinstance(s, str) for s in stop)):
         raise DataError(f"{where}: stop is neither a text nor a list of texts", got=json.dumps(stop))
-    if row.get("thinking", "off") not in MODES:
+    if row.get("thinking", "off") not in tuple(MODES):
         raise DataError(f"{where}: unknown thinking", got=row["thinking"], allowed=", ".join(MODES))
     budget = row.get("budget", 1)
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
@@ -150,14 +155,19 @@ def _prompt(
     if "tokens" in row:
         return _ids(row["tokens"])
     if "messages" in row:
-        if not isinstance(row["messages"], list):
-            raise DataError("messages is not a list", got=type(row["messages"]).__name__)
-        return chat_prompt(loaded, row["messages"], thinking, budget, row.get("tools") or ())
+        messages, tools = _objects(row, "messages"), _objects(row, "tools") if row.get("tools") else []
+        return chat_prompt(loaded, messages, thinking, budget, tools)
     if not isinstance(row["prompt"], str):
         raise DataError("prompt is not a text", got=json.dumps(row["prompt"])[:80])
     if not loaded.chat:
         return raw_ids(loaded, row["prompt"])
     return text_prompt(loaded, row["prompt"], thinking, budget, asked.system)
+
+
+def _objects(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    if not isinstance(row[key], list) or not all(isinstance(item, dict) for item in row[key]):
+        raise DataError(f"{key} is not a list of objects", got=json.dumps(row[key])[:80])
+    return row[key]
 
 
 def _ids(tokens: Any) -> list[int]:
@@ -207,6 +217,8 @@ def _line(loaded: Loaded, row: Asked, found: Completion) -> dict[str, Any]:
 def _output(path: Path | None, rows: list[Asked]) -> Iterator[tuple[TextIO, int]]:
     """(where to write, answers that are there). A last line without its end is cut off."""
     if path is None:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")
         yield sys.stdout, 0
         return
     try:
@@ -219,16 +231,22 @@ def _output(path: Path | None, rows: list[Asked]) -> Iterator[tuple[TextIO, int]
         raise DataError(f"another process writes {path}", do="wait for it, or name another --out") from error
 
 
+def _is_begun(line: bytes, row: Asked) -> bool:
+    """Whether a last line is the beginning of an answer, and not somebody's text that has no end."""
+    begin = json.dumps({"index": row.index})[:-1].encode() + b", "
+    return not line.endswith(b"\n") and line[: len(begin)] == begin[: len(line)]
+
+
 def _known(path: Path, rows: list[Asked]) -> tuple[int, int]:
     """(answers, bytes) of a file that these rows are the continuation of. Raises DataError for any other."""
     size = done = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n") and done < len(rows):
+            if done < len(rows) and _is_begun(line, rows[done]):
                 break
             try:
                 content = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 content = None
             mine = done < len(rows) and isinstance(content, dict) and content.get("key") == rows[done].key
             if not mine:

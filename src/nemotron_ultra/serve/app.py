@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import sys
 import time
@@ -29,7 +30,6 @@ from nemotron_ultra.serve.replies import Delta, Reply
 from nemotron_ultra.serve.worker import Failure, Refused, Worker
 
 BODY_SECONDS = 60.0
-LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 
 class ClientGone(Exception):
@@ -58,12 +58,16 @@ class Service:
 
     def app(self) -> Starlette:
         def post(path: str, ask: Callable[[object, Served], Ask]) -> Route:
+            def read(body: bytes) -> Ask:
+                try:
+                    return ask(parse(body), self.served)
+                except RecursionError as error:  # there, or where the template writes what is in it
+                    raise ApiError("the body is nested too deeply", code="invalid_json") from error
+
             async def handle(request: Request) -> Response:
                 body = await self._body(request)
                 self.worker.check_room(1)
-                return await self._answer(
-                    request, await run_in_threadpool(lambda: ask(parse(body), self.served))
-                )
+                return await self._answer(request, await run_in_threadpool(read, body))
 
             return Route(path, self._guarded(path, handle), methods=["POST"])
 
@@ -106,12 +110,11 @@ class Service:
 
     def _check_caller(self, request: Request) -> None:
         host = request.headers.get("host", "localhost")
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if self.limits.local and name.lower() not in LOCAL_NAMES:
-            raise ApiError(f"this server answers to localhost, not to '{name}'", status=403)
+        if self.limits.local and not _is_local(host):
+            raise ApiError(f"this server answers to localhost, not to '{host}'", status=403)
         if self.limits.api_key is None:
             return
-        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+        given = request.headers.get("authorization", "").encode("latin-1")  # the bytes that came
         if not hmac.compare_digest(given, b"Bearer " + self.limits.api_key):
             raise ApiError("wrong or missing API key", status=401, code="invalid_api_key")
 
@@ -260,6 +263,15 @@ class EventStream(Response):
             async for part in parts:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _is_local(host: str) -> bool:
+    """Whether a Host header is "localhost" or an address of this machine alone."""
+    name = host if host.endswith("]") else host.rpartition(":")[0] or host
+    try:
+        return name.lower() == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 async def _wait_until_gone(receive: Receive) -> None:

@@ -63,10 +63,11 @@ class Ask:
 def parse(body: bytes) -> Any:
     """Raises ApiError for what is no JSON, or no text."""
     try:
-        content = json.loads(body, parse_constant=_no_number)
-        if b"\\u" in body:
+        words = body.decode("utf-8-sig")
+        content = json.loads(words, parse_constant=_no_number)
+        if "\\u" in words:
             json.dumps(content, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from error
     return content
 
