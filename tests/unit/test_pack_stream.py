@@ -199,3 +199,13 @@ def test_packs_without_validation_are_remarked(tmp_path):
     write_pack_manifest(folder, content)
     facts = stream_of(folder).describe()
     assert [row.get("remark", "").count("no validation packs") for row in facts.values()] == [1, 0]
+
+
+def test_a_file_that_the_manifest_does_not_know_is_not_trained_on(tmp_path):
+    folder = micro_packs(tmp_path / "packs")
+    shutil.copy(folder / "train-00000.parquet", folder / "train-00009.parquet")
+    with pytest.raises(DataError, match=r"its manifest.json does not know; got train-00009.parquet"):
+        stream_of(folder)
+    (folder / "train-00009.parquet").unlink()
+    (folder / "train").mkdir()  # the public preparation's folder would be read if there were no manifest
+    assert len(stream_of(folder).train) > 0

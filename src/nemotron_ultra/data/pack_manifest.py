@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,13 @@ def _wrong_values(manifest: dict[str, Any]) -> dict[str, Any]:
     if wrong:
         return wrong
     rows = {f"{key}.{name}": row for key in ("sources", "files") for name, row in manifest[key].items()}
+    rows["identity"] = manifest.get("identity", {})
     wrong = {key: row for key, row in rows.items() if not isinstance(row, dict)}
-    numbers = {
-        f"files.{name}.bytes": row.get("bytes") for name, row in manifest["files"].items() if not wrong
-    }
-    numbers["packer.max_length"] = manifest["packer"].get("max_length")
-    wrong |= {key: value for key, value in numbers.items() if type(value) is not int or value < 0}
-    identity = manifest.get("identity", {})
-    return wrong | ({} if isinstance(identity, dict) else {"identity": identity})
+    if wrong:
+        return wrong
+    sizes = {f"files.{name}.bytes": row.get("bytes") for name, row in manifest["files"].items()}
+    sizes["packer.max_length"] = manifest["packer"].get("max_length")
+    return {key: value for key, value in sizes.items() if type(value) is not int or value < 0}
 
 
 def split_files(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
@@ -89,12 +89,14 @@ def split_files(folder: Path) -> tuple[list[Path], dict[str, list[Path]]]:
         if (parent / "train").is_dir():
             valid = sorted((parent / "valid").glob("*.parquet"))
             return sorted((parent / "train").glob("*.parquet")), {"valid": valid} if valid else {}
+    return by_split(folder.glob("*.parquet"))
+
+
+def by_split(paths: Iterable[Path]) -> tuple[list[Path], dict[str, list[Path]]]:
+    """(training files, validation files by source) of files named as train_file and valid_file do."""
+    train: list[Path] = []
     valid: dict[str, list[Path]] = {}
-    train = []
-    for path in sorted(folder.glob("*.parquet")):
+    for path in sorted(paths):
         match = _VALID.fullmatch(path.name)
-        if match:
-            valid.setdefault(match[1], []).append(path)
-        else:
-            train.append(path)
+        (valid.setdefault(match[1], []) if match else train).append(path)
     return train, valid

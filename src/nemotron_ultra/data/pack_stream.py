@@ -22,7 +22,7 @@ from nemotron_ultra.data.facts import refuse_changes
 from nemotron_ultra.data.loss_mean import LossMean
 from nemotron_ultra.data.manifest import NAME
 from nemotron_ultra.data.order import permutation
-from nemotron_ultra.data.pack_manifest import read_pack_manifest, split_files
+from nemotron_ultra.data.pack_manifest import by_split, read_pack_manifest, split_files
 from nemotron_ultra.data.packs import Pack, PackFiles
 from nemotron_ultra.data.tokenizer import Tokenizer
 from nemotron_ultra.errors import ConfigError, DataError
@@ -205,6 +205,13 @@ def _manifest(where: str | Path, tokenizer: Tokenizer, sequence_length: int) -> 
             got=", ".join(wrong[:8]),
             do="copy or prepare it again",
         )
+    strange = sorted({path.name for path in folder.glob("*.parquet")} - manifest["files"].keys())
+    if strange:
+        raise DataError(
+            f"{folder} holds files that its {NAME} does not know",
+            got=", ".join(strange[:8]),
+            do=f"move them away, or {NAME} if all of them are to be read",
+        )
     return manifest
 
 
@@ -212,7 +219,7 @@ def _open(where: str | Path, manifest: dict[str, Any] | None) -> tuple[PackFiles
     folder = Path(where).expanduser()
     if not folder.is_dir():
         return PackFiles(where), {}
-    train, valid = split_files(folder)
+    train, valid = by_split(folder / name for name in manifest["files"]) if manifest else split_files(folder)
     found = {name: PackFiles(files) for name, files in valid.items()}
     order = list(found) if manifest is None else [*manifest["sources"], *found]
     named = {name: found[name] for name in order if name in found and len(found[name])}
