@@ -311,6 +311,10 @@ def test_another_tokenizer_in_an_unfinished_folder(tmp_path, monkeypatch, capsys
         ),
         (["a=good.jsonl", "--window", "99", "--pool-size", "9"], "window is longer than twice the pool"),
         (["a=good.jsonl", "--strip-share", "0.7", "--effort-share", "0.7"], "together at most 1"),
+        (
+            ["a=good.jsonl", "b=other.jsonl:weight=1e6", "--duplicates", "keep", "--when-ended", "repeat"],
+            "source b would be drawn 1,000,000 times over; got 2,000,000 draws of 2 conversations",
+        ),
         (["a=good.jsonl", "--template", "nowhere.jinja"], "nowhere.jinja"),
         (["a=good.jsonl", "--out", "good.jsonl"], "good.jsonl is not a folder"),
         (["a=good.jsonl", "--out", "full"], "full holds train-00000.parquet of something else"),

@@ -27,6 +27,7 @@ from nemotron_ultra.errors import DataError
 
 BLOCK = 1 << 16
 SHUFFLE_BYTES = 64 << 20
+MOST_PASSES = 1000  # over one source: beyond it weights are a mistake, and the plan would take for ever
 ITEMS, BOUNDS = "items", "bounds"
 OVER_CAP = "over the source's cap"
 EQUAL = "equal to an earlier conversation"
@@ -117,7 +118,9 @@ def make_plan(spools: Spools, weights: Sequence[float], options: PackOptions, fo
     """Draw, pack, shuffle, cut into files. Raises DataError for nothing to train on."""
     folder.mkdir(exist_ok=True)
     spools.sort_out(valid_fraction=options.valid_fraction, duplicates=options.duplicates)
-    counts = draw_counts(spools.count(TRAIN), weights, options.ended)
+    there = spools.count(TRAIN)
+    counts = draw_counts(there, weights, options.ended)
+    _check_passes(spools.names, there, counts)
     for number, count in enumerate(counts):
         spools.state[spools.of_source(number, TRAIN)[count:]] = UNDRAWN
     spools.load_rows()
@@ -143,6 +146,17 @@ def draw_counts(there: Sequence[int], weights: Sequence[float], ended: str) -> l
     if ended == "stop":
         return [min(n, round(min(turns) * weight)) for n, weight in zip(there, weights, strict=True)]
     return [n and max(n, round(max(turns) * weight)) for n, weight in zip(there, weights, strict=True)]
+
+
+def _check_passes(names: Sequence[str], there: Sequence[int], counts: Sequence[int]) -> None:
+    for name, count, drawn in zip(names, there, counts, strict=True):
+        if drawn > MOST_PASSES * count:
+            raise DataError(
+                f"source {name} would be drawn {drawn / count:,.0f} times over",
+                got=f"{drawn:,} draws of {count:,} conversations",
+                allowed=f"{MOST_PASSES:,} times",
+                do="bring the weights nearer together, or set --when-ended stop",
+            )
 
 
 def shares_when_ended(counts: Sequence[int], weights: Sequence[float]) -> list[float]:
