@@ -5,7 +5,7 @@ The mass that is cut off is shared out among what stays, after each cut. Rows of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nemotron_ultra.generation.base import Request
 from nemotron_ultra.generation.draw import draw, draw_scaled
+from nemotron_ultra.model.hybrid import HybridLM
 
 MOST = 1 << 62  # of top_k: a number that a tensor holds
 
@@ -77,6 +78,17 @@ def cut(scaled_BV: Tensor, options: RowOptions) -> Tensor:
     kept_BV |= options.greedy_B[:, None]
     kept_BV[:, 0] = True
     return scaled_BV.masked_fill(~torch.zeros_like(kept_BV).scatter_(1, ids_BV, kept_BV), -torch.inf)
+
+
+def sample(
+    model: HybridLM, hidden_MD: Tensor, vocab_size: int, options: RowOptions, numbers: Callable[[], list]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`next_tokens` after hidden states; numbers() gives each row's uniform number, which greedy rows need not."""
+    found = model.likeliest(hidden_MD, vocab_size) if options.all_greedy else None
+    if found is not None:
+        return found
+    uniform_M = torch.tensor(numbers(), dtype=torch.float64, device=hidden_MD.device).flatten()
+    return next_tokens(model.next_logits(hidden_MD), vocab_size, options, uniform_M)
 
 
 def next_tokens(

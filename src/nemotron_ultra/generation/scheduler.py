@@ -19,7 +19,7 @@ from nemotron_ultra.errors import ConfigError
 from nemotron_ultra.generation.base import Completion, Event, Request
 from nemotron_ultra.generation.draw import Uniforms
 from nemotron_ultra.generation.request import check_request, check_room
-from nemotron_ultra.generation.sampling import RowOptions, next_tokens
+from nemotron_ultra.generation.sampling import RowOptions, sample
 from nemotron_ultra.model.cache import Cache
 from nemotron_ultra.model.hybrid import HybridLM
 
@@ -319,6 +319,11 @@ class _Part:
         return list(torch.cat(self.pieces).split([len(prompt) for prompt, _ in self.groups]))
 
 
+def next_numbers(live: Sequence[Live]) -> list[float]:
+    """The next uniform number of each request."""
+    return [one.uniforms.next() for one in live]
+
+
 class OneToken:
     """The plain `Decoder`: draw a token for every row, then step."""
 
@@ -336,10 +341,9 @@ class OneToken:
         """It needs nothing but `Rows`."""
 
     def round(self, rows: Rows, finish: Callable[[list[Run]], Tensor]) -> None:
-        logits_BV = self.model.next_logits(rows.hidden_BD)
-        uniforms = [live.uniforms.next() for live in rows.live]
-        uniform_B = torch.tensor(uniforms, dtype=torch.float64, device=logits_BV.device)
-        token_B, *logprobs = next_tokens(logits_BV, self.vocab_size, rows.options, uniform_B)
+        token_B, *logprobs = sample(
+            self.model, rows.hidden_BD, self.vocab_size, rows.options, lambda: next_numbers(rows.live)
+        )
         drawn = zip(token_B.tolist(), *(logprob_B.tolist() for logprob_B in logprobs), strict=True)
         order_B = finish([Run([token], [logprob], [own]) for token, logprob, own in drawn])
         if rows.live:

@@ -17,8 +17,8 @@ from torch import Tensor
 from nemotron_ultra.generation.draft_length import DraftLength, FixedLength, adaptive_length
 from nemotron_ultra.generation.drafter import WIDE, Drafter, check_drafts
 from nemotron_ultra.generation.draw import Uniforms
-from nemotron_ultra.generation.sampling import RowOptions, next_tokens
-from nemotron_ultra.generation.scheduler import Decoder, Rows, Run, Scheduler
+from nemotron_ultra.generation.sampling import RowOptions, sample
+from nemotron_ultra.generation.scheduler import Decoder, Rows, Run, Scheduler, next_numbers
 from nemotron_ultra.generation.verify import Verdict, by_match, by_rejection, draft_token, repeated
 from nemotron_ultra.model.hybrid import HybridLM
 
@@ -107,8 +107,7 @@ class Speculative:
             return runs
         hidden_BD = rows.hidden_BD[old:]
         options = RowOptions.of([live.request for live in new], hidden_BD.device)
-        uniform_B = _column([live.uniforms.next() for live in new], hidden_BD)
-        drawn = next_tokens(self.model.next_logits(hidden_BD), self.vocab_size, options, uniform_B)
+        drawn = sample(self.model, hidden_BD, self.vocab_size, options, lambda: next_numbers(new))
         self.pending_B = torch.cat([self.pending_B, drawn[0]])
         self.drafter.saw(old, hidden_BD[:, None], drawn[0][:, None], [1] * len(new))
         self.side += [Uniforms(live.request.seed, 1) for live in new] if self.sampled else []
@@ -118,8 +117,7 @@ class Speculative:
     def _plain(self, rows: Rows, runs: list[Run]) -> list[int]:
         """A round without drafts. -> accepted drafts of each row."""
         hidden_BD = rows.hidden_BD = self.model.step(self.pending_B, rows.cache)
-        uniform_B = _column([live.uniforms.next() for live in rows.live], hidden_BD)
-        drawn = next_tokens(self.model.next_logits(hidden_BD), self.vocab_size, rows.options, uniform_B)
+        drawn = sample(self.model, hidden_BD, self.vocab_size, rows.options, lambda: next_numbers(rows.live))
         self.pending_B = drawn[0]
         self.drafter.saw(0, hidden_BD[:, None], drawn[0][:, None], [1] * len(runs))
         lists = (values_B.tolist() for values_B in drawn)
@@ -151,17 +149,20 @@ class Speculative:
 
         if self.sampled:
             side = [uniforms.peek(SIDE * count) for uniforms in self.side]
-        drawn = self.sampled and not rows.options.all_greedy
-        draft_BJ = self.drafter.draft(count, pick if drawn else None)
+        rejects = self.sampled and not rows.options.all_greedy
+        draft_BJ = self.drafter.draft(count, pick if rejects else None)
         hidden_BKD = self.model.extend(torch.cat([self.pending_B[:, None], draft_BJ], 1), rows.cache)
-        logits_BKV = self.model.next_logits(hidden_BKD.flatten(0, 1)).unflatten(0, hidden_BKD.shape[:2])
-        uniform_BK = _column([live.uniforms.peek(count + 1) for live in rows.live], logits_BKV)
+
+        def ahead() -> list[list[float]]:
+            return [live.uniforms.peek(count + 1) for live in rows.live]
+
         if q:
-            accept_BJ = _column([place[1::SIDE] for place in side], logits_BKV)
-            numbers = (accept_BJ, uniform_BK)
+            logits_BKV = self.model.next_logits(hidden_BKD.flatten(0, 1)).unflatten(0, hidden_BKD.shape[:2])
+            numbers = (_column([place[1::SIDE] for place in side], logits_BKV), _column(ahead(), logits_BKV))
             verdict = by_rejection(logits_BKV, draft_BJ, torch.stack(q, 1), self.vocab_size, options, numbers)
         else:
-            verdict = by_match(logits_BKV, draft_BJ, self.vocab_size, options, uniform_BK)
+            drawn = sample(self.model, hidden_BKD.flatten(0, 1), self.vocab_size, options, ahead)
+            verdict = by_match(drawn, draft_BJ)
         accepted = verdict.accepted_B.tolist()
         self._commit(rows, hidden_BKD, verdict, [number + 1 for number in accepted])
         columns = (verdict.token_BK, verdict.logprob_BK, verdict.model_logprob_BK)

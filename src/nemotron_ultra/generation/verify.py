@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemotron_ultra.generation.draw import draw, draw_scaled
-from nemotron_ultra.generation.sampling import RowOptions, heated, model_logprobs, next_tokens
+from nemotron_ultra.generation.sampling import RowOptions, heated, model_logprobs
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,12 @@ def repeated(options: RowOptions, count: int) -> RowOptions:
     return replace(options, **{name: getattr(options, name).repeat_interleave(count, 0) for name in names})
 
 
-def by_match(
-    logits_BKV: Tensor, draft_BJ: Tensor, vocab_size: int, options: RowOptions, uniform_BK: Tensor
-) -> Verdict:
-    """K = J + 1 places: logits_BKV[:, j] are those of the token that draft j was made for.
+def by_match(drawn: tuple[Tensor, Tensor, Tensor], draft_BJ: Tensor) -> Verdict:
+    """drawn: what `next_tokens` gives for B * K rows, K = J + 1 places, place j for the token of draft j.
 
-    options: of the B * K rows, as `repeated` has them.
+    Its options are as `repeated` has them.
     """
-    shape = uniform_BK.shape
-    drawn = next_tokens(logits_BKV.flatten(0, 1), vocab_size, options, uniform_BK.flatten())
-    token_BK, logprob_BK, model_logprob_BK = (x.unflatten(0, shape) for x in drawn)
+    token_BK, logprob_BK, model_logprob_BK = (x.view(len(draft_BJ), -1) for x in drawn)
     return Verdict(_run(token_BK[:, :-1] == draft_BJ), token_BK, logprob_BK, model_logprob_BK)
 
 

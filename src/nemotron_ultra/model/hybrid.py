@@ -214,7 +214,7 @@ class HybridLM(nn.Module):
         cache.open([1] * cache.size)
         x_BD = through(self.backbone.layers, x_BD, cache, 1, waits=False)
         cache.close()
-        return self.backbone.norm_f(x_BD)
+        return self._last_norm(x_BD)
 
     @torch.no_grad()
     def extend(self, tokens_BK: Tensor, cache: Cache) -> Tensor:
@@ -223,16 +223,33 @@ class HybridLM(nn.Module):
         x_MD = F.embedding(tokens_M, self.backbone.embeddings.weight).to(self.compute_dtype)
         cache.open([count] * cache.size)
         x_MD = through(self.backbone.layers, x_MD, cache, count, waits=True)
-        return self.backbone.norm_f(x_MD).unflatten(0, tokens_BK.shape)
+        return self._last_norm(x_MD).view(*tokens_BK.shape, -1)
 
     @torch.no_grad()
     def next_logits(self, hidden_BD: Tensor) -> Tensor:
         """`apply_head` without gradients, fast for the few rows of a decode step."""
         weight_VD = self.lm_head.weight
-        few = 0 < len(hidden_BD) <= FEW_ROWS and kernels.fits(hidden_BD, weight_VD)
-        if few and kernels.library() is not None:
+        if self._few(hidden_BD):
             return kernels.few_rows(hidden_BD, weight_VD)
         return apply_head(hidden_BD, weight_VD)
+
+    @torch.no_grad()
+    def likeliest(self, hidden_BD: Tensor, usable: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Greedy next ids below `usable` [B], their log-probabilities among those ids and among all.
+
+        None where the kernels cannot: take `next_logits`.
+        """
+        return kernels.likeliest(hidden_BD, self.lm_head.weight, usable) if self._few(hidden_BD) else None
+
+    def _few(self, hidden_BD: Tensor) -> bool:
+        few = 0 < len(hidden_BD) <= FEW_ROWS and kernels.fits(hidden_BD, self.lm_head.weight)
+        return few and kernels.library() is not None
+
+    def _last_norm(self, x_BD: Tensor) -> Tensor:
+        norm = self.backbone.norm_f
+        if kernels.fits(x_BD, norm.weight) and kernels.library() is not None:
+            return kernels.norm_rows(x_BD, norm.weight, norm.eps)
+        return norm(x_BD)
 
     def new_cache(
         self, slots: int, capacity: int, ssm_format: str = "fp32", pattern: str | None = None

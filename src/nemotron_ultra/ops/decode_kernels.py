@@ -130,15 +130,21 @@ def few_rows(x_BD: Tensor, weight_VD: Tensor) -> Tensor:
     return y_BV
 
 
-def likeliest(x_BD: Tensor, weight_VD: Tensor, usable: int) -> tuple[Tensor, Tensor]:
-    """Of x W^T: ids [B] of the largest logits below `usable`, and their log-softmax over all ids [B]."""
+def likeliest(x_BD: Tensor, weight_VD: Tensor, usable: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of x W^T: ids [B] of the largest logits below `usable`, their log-softmax among those and among all."""
     rows, outs = len(x_BD), len(weight_VD)
     logits_BV = torch.empty(rows, outs)
-    token_B, logprob_B = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    token_B, logprob_B, model_B = torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows)
     sizes = (rows, weight_VD.data_ptr(), weight_VD.shape[1], outs, usable)
-    found = (token_B.data_ptr(), logprob_B.data_ptr(), torch.get_num_threads())
+    found = (token_B.data_ptr(), logprob_B.data_ptr(), model_B.data_ptr(), torch.get_num_threads())
     library().likeliest(x_BD.data_ptr(), logits_BV.data_ptr(), *sizes, *found)
-    return token_B, logprob_B
+    return token_B, logprob_B, model_B
+
+
+def norm_rows(x_BD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    y_BD = torch.empty_like(x_BD)
+    library().norm_rows(x_BD.data_ptr(), weight_D.data_ptr(), eps, *x_BD.shape, y_BD.data_ptr())
+    return y_BD
 
 
 def draft(what: Draft, first: Work, later: Work) -> None:
@@ -166,9 +172,11 @@ def _loaded(command: str) -> ctypes.CDLL:
     found.commit_layers.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64]
     found.draft.argtypes = [c_void_p, c_void_p, c_void_p, c_int64]
     found.likeliest.argtypes = [
-        *(c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int64)
+        *(c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64),
+        *(c_void_p, c_void_p, c_void_p, c_int64),
     ]
-    found.draft.restype = found.likeliest.restype = None
+    found.norm_rows.argtypes = [c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p]
+    found.draft.restype = found.likeliest.restype = found.norm_rows.restype = None
     found.run_layers.restype = found.commit_layers.restype = found.few_rows.restype = None
     return found
 

@@ -698,15 +698,28 @@ void draft(const Draft *d, const Work *first, const Work *later, int64_t threads
     }
 }
 
-/* x w^T in `logits`, its largest number's place among the first `usable` of each row, and log softmax there. */
+static float log_sum(const float *x, int64_t count, float most) {
+    float total = 0;
+    for (int64_t n = 0; n < count; n++) total += exp1(x[n] - most);
+    return most + logf(total);
+}
+
+/* x w^T in `logits`; of each row the place of the largest one among the first `usable`, and its log softmax
+ * among those and among all. */
 void likeliest(const float *x, float *logits, int64_t rows, const float *w, int64_t k, int64_t outs,
-               int64_t usable, int64_t *token, float *logprob, int64_t threads) {
+               int64_t usable, int64_t *token, float *logprob, float *model_logprob, int64_t threads) {
     few_rows(x, logits, rows, w, k, outs, threads);
     for (int64_t i = 0; i < rows; i++, logits += outs) {
-        float most, all, total = 0;
+        float most, all;
         token[i] = largest(logits, usable, &most);
+        logprob[i] = model_logprob[i] = most - log_sum(logits, usable, most);
+        if (usable == outs) continue;
         largest(logits, outs, &all);
-        for (int64_t n = 0; n < outs; n++) total += exp1(logits[n] - all);
-        logprob[i] = most - all - logf(total);
+        model_logprob[i] = most - log_sum(logits, outs, all);
     }
+}
+
+/* `rms` of a few rows, as the last norm of a step. */
+void norm_rows(const float *x, const float *weight, float eps, int64_t rows, int64_t width, float *out) {
+    rms(x, weight, eps, rows, width, out);
 }
