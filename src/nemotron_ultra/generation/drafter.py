@@ -21,7 +21,7 @@ from nemotron_ultra.model.draft import Drafts
 from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.ops.segments import Segments
 
-REACH = 128  # pairs
+REACH, TOGETHER = 128, 512  # pairs that are taken in at once, at most: of a row, of all (but WIDE of each)
 WIDE = 16  # pairs of a row above which rows are read packed instead of padded
 
 # Called with (logits [B, V], number of the draft from 0) -> token [B].
@@ -153,7 +153,8 @@ class Drafter:
             most = max(last.counts)
             return None, (last.hidden_BKD[:, :most], last.token_BK[:, :most], last.counts)
         self._sort()
-        waiting = [_latest(pairs) for pairs in self.behind]
+        room = max(WIDE, min(REACH, TOGETHER // len(self.behind)))
+        waiting = [_latest(pairs, room) for pairs in self.behind]
         lengths = [sum(len(token_T) for _, token_T in pairs) for pairs in waiting]
         hidden_TD, token_T = (
             torch.cat([pair[side] for pairs in waiting for pair in pairs]) for side in (0, 1)
@@ -188,9 +189,9 @@ class Drafter:
         return F.embedding(tokens, model.backbone.embeddings.weight).to(model.compute_dtype)
 
 
-def _latest(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """The last REACH pairs."""
-    kept, room = [], REACH
+def _latest(pairs: list[tuple[Tensor, Tensor]], room: int) -> list[tuple[Tensor, Tensor]]:
+    """The last `room` pairs."""
+    kept = []
     for hidden_TD, token_T in reversed(pairs):
         kept.append((hidden_TD[-room:], token_T[-room:]))
         room -= len(token_T)

@@ -83,7 +83,7 @@ def cut(scaled_BV: Tensor, options: RowOptions) -> Tensor:
 def sample(
     model: HybridLM, hidden_MD: Tensor, vocab_size: int, options: RowOptions, numbers: Callable[[], list]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`next_tokens` after hidden states; numbers() gives each row's uniform number, which greedy rows need not."""
+    """`next_tokens` after hidden states; numbers(): a uniform number for each row, asked if any is drawn."""
     found = model.likeliest(hidden_MD, vocab_size) if options.all_greedy else None
     if found is not None:
         return found

@@ -68,6 +68,8 @@ class Speculative:
             self.stats.update({f"drafted_{place}": 0, f"accepted_{place}": 0})
         self.pending_B = torch.empty(0, dtype=torch.int64, device=scheduler.device)
         self.side: list[Uniforms] = []
+        # on a CPU a busy machine would be taken for dear drafts
+        self.clock = time.process_time if scheduler.device.type == "cpu" else time.perf_counter
         self._repeated: tuple[RowOptions, int, RowOptions] | None = None
 
     def admitted(self, prompts: list[Tensor], hidden: list[Tensor] | None, index_B: Tensor) -> None:
@@ -81,7 +83,7 @@ class Speculative:
             self.side = [self.side[row] for row in order_B.tolist()]
 
     def round(self, rows: Rows, finish: Callable[[list[Run]], Tensor]) -> None:
-        begin, size = time.perf_counter(), len(rows.live)
+        begin, size = self.clock(), len(rows.live)
         runs = self._begin(rows)
         left = [
             live.request.max_new_tokens - len(live.tokens) - len(run.tokens)
@@ -95,7 +97,7 @@ class Speculative:
             count = min(count, max(left) - 1)
         kept = self._verify(rows, count, runs) if count else self._plain(rows, runs)
         self.stats["steps"] += 1
-        self._count(size, count, time.perf_counter() - begin, kept, left)
+        self._count(size, count, self.clock() - begin, kept, left)
         finish(runs)
 
     def _begin(self, rows: Rows) -> list[Run]:

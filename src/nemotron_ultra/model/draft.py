@@ -1,4 +1,4 @@
-"""All drafts of a round in one call: d_j = argmax head(g_j), g_j = MTP(e(d_{j-1}), g_{j-1}) (report 2.1, 3.6.1).
+"""All drafts of a round in one call: d_j = argmax head(g_j), g_j = MTP(e(d_{j-1}), g_{j-1}) (report 2.1).
 
 For a model in float32 on a CPU whose MTP layers all run in `ops/decode_kernels`.
 """
