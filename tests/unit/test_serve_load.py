@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -122,6 +123,17 @@ def test_what_runs_too_long_at_the_end_is_cancelled():
         running.server.drain()
         assert first.result().status_code == 503 and "shutting down" in first.result().text
         assert "shutting down" in second.result().text and "[DONE]" not in second.result().text
+
+
+def test_bodies_that_do_not_come_do_not_delay_the_end():
+    with serving(grace=1000) as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as half:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            half.sendall(f"{head}Content-Length: 99\r\n\r\n{{".encode())
+            wait_for(lambda: running.service.reading)
+            running.server.drain()
+            assert b"503" in half.recv(100)
 
 
 def test_the_command_line_serves_until_sigterm(tmp_path):

@@ -30,6 +30,7 @@ from nemotron_ultra.serve.replies import Delta, Reply
 from nemotron_ultra.serve.worker import Failure, Refused, Worker
 
 BODY_SECONDS = 60.0
+LAST_SECONDS = 2.0  # at the end: for bodies to come, and for errors to reach the clients of cancelled answers
 
 
 class ClientGone(Exception):
@@ -48,12 +49,15 @@ class Limits:
 
 
 class Service:
-    """Routes of one model on one worker. `open` counts requests that are being answered."""
+    """Routes of one model on one worker. `open` counts requests that are being answered, `reading` has the
+    time limits of those whose bodies are still to come.
+    """
 
     def __init__(self, served: Served, worker: Worker, limits: Limits):
         self.served, self.worker, self.limits = served, worker, limits
         self.counts: Counter[tuple[str, int]] = Counter()
         self.open = self.gone = 0
+        self.reading: set[asyncio.Timeout] = set()
         self._started = int(time.time())
 
     def app(self) -> Starlette:
@@ -118,6 +122,13 @@ class Service:
         if not hmac.compare_digest(given, b"Bearer " + self.limits.api_key):
             raise ApiError("wrong or missing API key", status=401, code="invalid_api_key")
 
+    def hurry(self) -> None:
+        """Wait no longer than LAST_SECONDS for bodies that are still to come."""
+        latest = asyncio.get_running_loop().time() + LAST_SECONDS
+        for limit in self.reading:
+            if not limit.expired():
+                limit.reschedule(min(latest, limit.when()))
+
     async def _body(self, request: Request) -> bytes:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -126,14 +137,19 @@ class Service:
         if length.isdecimal() and int(length) > self.limits.max_body:
             raise self._too_large()
         body = bytearray()
+        limit = asyncio.timeout(LAST_SECONDS if self.worker.draining else BODY_SECONDS)
+        self.reading.add(limit)
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with limit:
                 async for part in request.stream():
                     body += part
                     if len(body) > self.limits.max_body:
                         raise self._too_large()
         except TimeoutError as error:
+            self.worker.check_room(0)  # while shutting down that is the reason
             raise ApiError(f"the body did not come within {BODY_SECONDS:g} s", status=408) from error
+        finally:
+            self.reading.discard(limit)
         return bytes(body)
 
     def _too_large(self) -> ApiError:

@@ -17,11 +17,10 @@ from pathlib import Path
 import uvicorn
 
 from nemotron_ultra.errors import BackendError, ConfigError
-from nemotron_ultra.serve.app import Service
+from nemotron_ultra.serve.app import LAST_SECONDS, Service
 
 KEY_VARIABLE = "NEMOTRON_ULTRA_API_KEY"
 KEEP_SECONDS = 75  # of a connection without requests; short ones race with clients that use them again
-LAST_SECONDS = 2.0  # for errors to reach the clients of cancelled answers
 
 
 class Server(uvicorn.Server):
@@ -58,6 +57,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self._deadline is not None:
+            self.service.hurry()
             late = time.monotonic() - self._deadline
             if late > 0 and not self._cancelled:
                 self.service.worker.cancel_all()
