@@ -349,3 +349,39 @@ def test_help_names_every_command(capsys):
         prep.main(["--help"])
     shown = capsys.readouterr().out
     assert all(f"  {name:<9}{about}" in shown for name, about in prep.COMMANDS.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["sft", "a=b", "--out", "x", "--max-lenght", "9"],
+            "unknown option --max-lenght (did you mean --max-length?)",
+        ),
+        (["synth", "--cuont=3"], "unknown option --cuont (did you mean --count?)"),
+        (["preview", "x", "--row", "1"], "unknown option --row (did you mean --rows?)"),
+        (["text", "x", "--zzz", "1", "--out", "x"], "unknown option --zzz;"),
+        (["prompts"], "the following arguments are required: INPUT, --out"),
+    ],
+)
+def test_a_mistake_in_the_options_is_one_line(capsys, words, said):
+    with pytest.raises(SystemExit, match="2"):
+        prep.main(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {said}") and line.endswith("--help")
+
+
+def test_a_misspelt_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert prep.main(["sfft", "a=b", "--out", "x"]) == 2
+    assert capsys.readouterr().err == "error: no command and no file sfft (did you mean sft?)\n"
+    write_jsonl(tmp_path / "texts", ["a folder's own name is no mistake"] * 3)
+    with pytest.raises(SystemExit, match="2"):
+        prep.main(["texts"])
+    assert "required: --out" in capsys.readouterr().err
+
+
+def test_without_arguments_the_commands_are_named(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        prep.main([])
+    assert all(name in capsys.readouterr().err for name in prep.COMMANDS)

@@ -23,6 +23,7 @@ from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.data.training_rows import MaskOptions
 from nemotron_ultra.errors import NemotronError
 from nemotron_ultra.observe.masks_page import write_masks_page
+from nemotron_ultra.prep.parser import Parser
 from nemotron_ultra.prep.prompts import positive
 from nemotron_ultra.prep.text import whole_number
 
@@ -122,11 +123,7 @@ def _paint(text: str, look: str, colour: bool) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nemotron_ultra.prep preview",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m nemotron_ultra.prep preview", description=HELP)
     add, masks = parser.add_argument, MaskOptions()
     add("path", type=Path, metavar="PATH", help="folder of packs, packed parquet, or chats")
     add("--rows", type=positive, default=2, metavar="N", help="packs or chats to show (2)")

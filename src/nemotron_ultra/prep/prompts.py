@@ -20,6 +20,7 @@ from nemotron_ultra.data.prompts import Length, PromptOptions, prepare_prompts
 from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.errors import ConfigError, DataError, NemotronError
 from nemotron_ultra.prep.held_out import add_options, held_out_files, locked
+from nemotron_ultra.prep.parser import Parser
 from nemotron_ultra.prep.text import fraction
 
 HELP = """\
@@ -147,11 +148,7 @@ def share(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nemotron_ultra.prep prompts",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m nemotron_ultra.prep prompts", description=HELP)
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT")
     add("--out", type=Path, required=True, metavar="DIR", help="folder to make")

@@ -23,6 +23,7 @@ from nemotron_ultra.data.sft_sources import FORM, SourceSpec, open_sources, read
 from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.data.training_rows import MaskOptions
 from nemotron_ultra.errors import DataError, NemotronError
+from nemotron_ultra.prep.parser import Parser
 from nemotron_ultra.prep.progress import Progress
 from nemotron_ultra.prep.text import RESUMES, fraction, make_folder, whole_number, worker_count
 
@@ -220,11 +221,7 @@ def _pack_options(arguments: argparse.Namespace) -> PackOptions:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nemotron_ultra.prep sft",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m nemotron_ultra.prep sft", description=HELP)
     parser.add_argument("sources", nargs="+", metavar="SOURCE")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make")
     _reading_options(parser.add_argument_group("reading"))

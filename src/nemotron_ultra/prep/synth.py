@@ -22,6 +22,7 @@ from nemotron_ultra.data.synthetic.steps import Receipt, Report
 from nemotron_ultra.data.synthetic.topics import built_in, read_topics
 from nemotron_ultra.errors import ConfigError, DataError, NemotronError
 from nemotron_ultra.prep.held_out import add_options, held_out_files, locked
+from nemotron_ultra.prep.parser import Parser
 from nemotron_ultra.prep.prompts import positive, share
 from nemotron_ultra.prep.text import whole_number
 
@@ -190,11 +191,7 @@ def seconds(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nemotron_ultra.prep synth",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m nemotron_ultra.prep synth", description=HELP)
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="DIR", help="folder to make")
     add("--count", type=positive, default=1000, metavar="N", help="samples to begin with (1000)")

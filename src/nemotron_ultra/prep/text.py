@@ -20,6 +20,7 @@ from nemotron_ultra.data.parts import Options
 from nemotron_ultra.data.prepare import Job, prepare
 from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.errors import DataError, NemotronError
+from nemotron_ultra.prep.parser import Parser
 from nemotron_ultra.prep.progress import Progress
 
 HELP = """\
@@ -164,11 +165,7 @@ def worker_count(asked: int, size: int | None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nemotron_ultra.prep",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m nemotron_ultra.prep", description=HELP)
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT")
     add("--out", type=Path, required=True, metavar="DIR", help="folder to make")
