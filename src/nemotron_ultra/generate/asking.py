@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nemotron_ultra.errors import DataError
+from nemotron_ultra.errors import ConfigError, DataError
 from nemotron_ultra.generate.load import Loaded
 from nemotron_ultra.generation.answers import MODES, Answers, Budget, Turn
 from nemotron_ultra.generation.base import Event, Request
@@ -21,8 +21,16 @@ CONTEXT = 4096
 def text_prompt(
     loaded: Loaded, text: str, thinking: str, budget: int | None, system: str | None = None
 ) -> list[int]:
-    """Ids of one text: as it is, with special tokens that are spelled in it, or as a user's message."""
+    """Ids of one text: as it is, with special tokens that are spelled in it, or as a user's message.
+
+    Raises ConfigError for thoughts and a system message where texts are continued.
+    """
     if not loaded.chat:
+        if MODES[thinking].thinking or system:
+            raise ConfigError(
+                "thinking and --system belong to the chat template, and texts are continued here",
+                do="add --chat",
+            )
         return raw_ids(loaded, text)
     messages = [{"role": "system", "content": system}] if system else []
     return chat_prompt(loaded, [*messages, {"role": "user", "content": text}], thinking, budget)

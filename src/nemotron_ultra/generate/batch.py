@@ -28,7 +28,6 @@ from nemotron_ultra.generate.asking import (
     Speed,
     chat_prompt,
     drawing,
-    raw_ids,
     text_prompt,
     turn_of,
 )
@@ -159,8 +158,6 @@ def _prompt(
         return chat_prompt(loaded, messages, thinking, budget, tools)
     if not isinstance(row["prompt"], str):
         raise DataError("prompt is not a text", got=json.dumps(row["prompt"])[:80])
-    if not loaded.chat:
-        return raw_ids(loaded, row["prompt"])
     return text_prompt(loaded, row["prompt"], thinking, budget, asked.system)
 
 

@@ -17,7 +17,6 @@ from nemotron_ultra.generate.asking import (
     Speed,
     check_fits,
     drawing,
-    raw_ids,
     run_turn,
     text_prompt,
     turn_of,
@@ -158,7 +157,10 @@ def _answer(
     seed: int,
 ) -> None:
     """Stream one answer; Ctrl-C ends it where it is, and what was drawn stays part of the conversation."""
-    prompt = dialog.asked(line, asked.thinking, asked.budget) if dialog else raw_ids(loaded, line)
+    if dialog:
+        prompt = dialog.asked(line, asked.thinking, asked.budget)
+    else:
+        prompt = text_prompt(loaded, line, asked.thinking, asked.budget, asked.system)
     do = "begin anew with /reset" if dialog and dialog.ids else "shorten it, or raise --context"
     room = check_fits(prompt, answers.scheduler.max_tokens, do)
     most = min(room, asked.max_tokens or MAX_TOKENS)
