@@ -384,4 +384,5 @@ def test_a_misspelt_command(tmp_path, capsys, monkeypatch):
 def test_without_arguments_the_commands_are_named(capsys):
     with pytest.raises(SystemExit, match="2"):
         prep.main([])
-    assert all(name in capsys.readouterr().err for name in prep.COMMANDS)
+    shown = capsys.readouterr().err
+    assert all(f"  {name}" in shown for name in prep.COMMANDS)
