@@ -19,7 +19,9 @@ def blocks(language: str) -> list[str]:
 
 
 def train_commands() -> list[list[str]]:
-    lines = [line.split(" #")[0] for block in blocks("bash") for line in block.splitlines()]
+    lines = [
+        line.split(" #")[0] for block in blocks("bash") for line in block.replace("\\\n", "").splitlines()
+    ]
     commands = [re.search(r"python -m nemotron_ultra\.train (.*)", line) for line in lines]
     return [shlex.split(found.group(1)) for found in commands if found]
 

@@ -381,6 +381,5 @@ def test_the_summary_names_what_to_run_next(tmp_path, capsys):
     prepared(tmp_path / "out", f"a={path}", "--valid-fraction", "0")
     out = capsys.readouterr().out
     assert "valid is empty: use a larger --valid-fraction" in out and "% trained  fill " in out
-    assert (
-        f"recipe=sft data=packs trainer=packs data.packs={tmp_path / 'out'} data.sequence_length=256" in out
-    )
+    where = f"data=packs trainer=packs data.packs={tmp_path / 'out'} data.sequence_length=256"
+    assert f"recipe=sft tasks=null {where}" in out

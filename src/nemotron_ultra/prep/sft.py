@@ -40,7 +40,7 @@ The same command again goes on where it was stopped, and says so where it was fi
 """
 LATE = 0.99  # a source that runs out after this is told of as if it had not
 SIZES = ("max-length", "shard-tokens", "group-tokens")
-TRAIN = "python -m nemotron_ultra.train recipe=sft"
+TRAIN = "python -m nemotron_ultra.train recipe=sft tasks=null"
 
 
 class ChatProgress:
