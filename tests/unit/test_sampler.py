@@ -226,7 +226,10 @@ def test_no_prompts_no_completions():
         ({"draft_tokens": -2}, ConfigError, r"draft_tokens.*got -2.*0 \(no drafts\) or more"),
         ({"stop_ids": [64]}, ConfigError, r"stop_ids.*got 64.*0 to 63"),
         ({"seeds": [1, 2]}, ConfigError, r"seeds.*got 2.*1, one per prompt"),
+        ({"seed": "a"}, ConfigError, r"seed.*got 'a'"),
         ({"max_slots": 0}, ConfigError, r"max_slots.*got 0"),
+        ({"max_slots": 2.5}, ConfigError, r"max_slots.*got 2.5"),
+        ({"vocab_size": True}, ConfigError, r"vocab_size.*got True"),
         ({"vocab_size": 65}, ConfigError, r"vocab_size.*got 65.*1 to 64"),
     ],
 )

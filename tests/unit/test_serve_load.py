@@ -160,6 +160,7 @@ def test_the_command_line_serves_until_sigterm(tmp_path):
     [
         (["--host", "0.0.0.0", "--port", "0"], "lets other machines in"),
         (["--api-key-file", "nowhere"], "cannot be read"),
+        (["--api-key-file", "two"], "more than one word"),
         (["--host", "256.1.1.1"], "cannot listen"),
     ],
 )
@@ -167,5 +168,7 @@ def test_a_server_that_cannot_be_is_one_line(tmp_path, capsys, monkeypatch, argu
     from nemotron_ultra import generate as cli
 
     monkeypatch.delenv("NEMOTRON_ULTRA_API_KEY", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two").write_text("one\ntwo\n")
     assert cli.main([str(tmp_path), "--serve", *arguments]) in (2, 5)
     assert said in capsys.readouterr().err

@@ -25,21 +25,37 @@ def check_request(request: Request, rows: int, *, decodes: bool, name: str = "pr
         raise ConfigError("min_p: cannot be", got=request.min_p, allowed="0 (all) to 1")
     if not _is_whole(request.top_k) or request.top_k < 0:
         raise ConfigError("top_k: cannot be", got=request.top_k, allowed="a whole number, 0 (all) or more")
-    if not _is_whole(request.seed):
-        raise ConfigError("seed: cannot be", got=repr(request.seed), allowed="a whole number")
+    check_seed(request.seed)
     check_prompt(request.prompt, rows, name)
     check_stops(request.stop_ids, request.stop_texts, rows, decodes)
 
 
 def check_options(max_new_tokens: Any, temperature: Any) -> None:
-    if not _is_whole(max_new_tokens) or max_new_tokens < 1:
-        raise ConfigError("max_new_tokens: too few", got=max_new_tokens, allowed="1 or more")
+    check_count("max_new_tokens", max_new_tokens)
     if not _is_real(temperature) or not (temperature == 0 or COLDEST <= temperature < math.inf):
         raise ConfigError(
             "temperature: cannot be",
             got=temperature,
             allowed=f"0 (the likeliest id), or {COLDEST:g} or more",
         )
+
+
+def check_count(name: str, count: Any) -> None:
+    if not _is_whole(count) or count < 1:
+        raise ConfigError(f"{name}: too few", got=count, allowed="1 or more")
+
+
+def check_seed(seed: Any) -> None:
+    if not _is_whole(seed):
+        raise ConfigError("seed: cannot be", got=repr(seed), allowed="a whole number")
+
+
+def check_vocab_size(vocab_size: int | None, rows: int) -> int:
+    """Ids that are drawn, None: all rows of the head."""
+    size = rows if vocab_size is None else vocab_size
+    if not _is_whole(size) or not 1 <= size <= rows:
+        raise ConfigError("vocab_size: not ids of the model", got=vocab_size, allowed=f"1 to {rows}")
+    return size
 
 
 def check_prompt(prompt: Sequence[int], rows: int, name: str) -> None:

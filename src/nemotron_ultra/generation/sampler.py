@@ -15,7 +15,15 @@ from torch import Tensor
 
 from nemotron_ultra.errors import CheckpointError, ConfigError
 from nemotron_ultra.generation.base import Completion, Extras, Request
-from nemotron_ultra.generation.request import check_options, check_prompt, check_request, check_stops
+from nemotron_ultra.generation.request import (
+    check_count,
+    check_options,
+    check_prompt,
+    check_request,
+    check_seed,
+    check_stops,
+    check_vocab_size,
+)
 from nemotron_ultra.generation.scheduler import Scheduler
 from nemotron_ultra.generation.speculative import Drafting, draft_metrics
 from nemotron_ultra.model.hybrid import HybridLM
@@ -42,6 +50,7 @@ def generate(
     `vocab_size` bounds the ids drawn, as in `Sampler`; top_p, top_k, min_p and stop_texts as in `Request`.
     Raises ConfigError and DataError before any work.
     """
+    check_seed(seed)
     if seeds is None:
         seeds = [seed * 1_000_003 + number for number in range(len(prompts))]
     sampler = Sampler(
@@ -77,14 +86,10 @@ class Sampler:
         decode: Callable[[Sequence[int]], str] | None = None,
         draft_tokens: int | Drafting = 0,
     ):
-        rows = model.config.vocab_size
-        if max_slots < 1:
-            raise ConfigError("max_slots: too few", got=max_slots, allowed="1 or more")
-        if vocab_size is not None and not 1 <= vocab_size <= rows:
-            raise ConfigError("vocab_size: not ids of the model", got=vocab_size, allowed=f"1 to {rows}")
+        check_count("max_slots", max_slots)
         self.model, self.max_slots, self.decode = model, max_slots, decode
         self.make_decoder = Drafting.of(draft_tokens).decoder(model)
-        self.vocab_size = rows if vocab_size is None else vocab_size
+        self.vocab_size = check_vocab_size(vocab_size, model.config.vocab_size)
         self.version = 0
         self.stats: dict[str, float] = {}
         self._lock = threading.Lock()

@@ -15,10 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemotron_ultra.errors import ConfigError
 from nemotron_ultra.generation.base import Completion, Event, Request
 from nemotron_ultra.generation.draw import Uniforms
-from nemotron_ultra.generation.request import check_request, check_room
+from nemotron_ultra.generation.request import check_count, check_request, check_room, check_vocab_size
 from nemotron_ultra.generation.sampling import RowOptions, sample
 from nemotron_ultra.model.cache import Cache
 from nemotron_ultra.model.hybrid import HybridLM
@@ -116,16 +115,12 @@ class Scheduler:
         make_decoder: Callable[[Scheduler], Decoder] | None = None,
         version: int = 0,
     ):
-        rows = model.config.vocab_size
         counts = {"max_slots": max_slots, "max_tokens": max_tokens, "prefill_chunk": prefill_chunk}
         for name, count in counts.items():
-            if count < 1:
-                raise ConfigError(f"{name}: too few", got=count, allowed="1 or more")
-        if vocab_size is not None and not 1 <= vocab_size <= rows:
-            raise ConfigError("vocab_size: not ids of the model", got=vocab_size, allowed=f"1 to {rows}")
+            check_count(name, count)
         self.model, self.max_slots, self.max_tokens = model, max_slots, max_tokens
         self.prefill_chunk, self.decode, self.version = prefill_chunk, decode, version
-        self.vocab_size = rows if vocab_size is None else vocab_size
+        self.vocab_size = check_vocab_size(vocab_size, model.config.vocab_size)
         self.device = model.lm_head.weight.device
         self.stats = dict.fromkeys(("prefills", "steps", "prefill_tokens", "new_tokens"), 0)
         self.decoder = (make_decoder or OneToken)(self)

@@ -104,9 +104,11 @@ def api_key(file: Path | None) -> bytes | None:
         key = os.environ.get(KEY_VARIABLE, "").strip()
     else:
         try:
-            key = file.read_text(encoding="utf-8").strip()
+            key = file.read_text(encoding="utf-8-sig").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError("--api-key-file cannot be read", got=error) from error
         if not key:
             raise ConfigError(f"--api-key-file {file} is empty")
-    return key.encode() or None
+    if len(key.split()) > 1:
+        raise ConfigError("the API key is more than one word, which no client can send", do="give one word")
+    return key.encode("utf-8", "surrogateescape") or None
