@@ -1,8 +1,8 @@
 """How many tokens to draft: k that gives the most tokens a second, E(k) / T(rows, k), both as measured.
 
 E(k) = 1 + sum_{j<=k} prod_{i<=j} r_i, r_i the share of drafts i that stayed after drafts 1..i-1 had. T is
-the median of the latest rounds of (rows, k); T(k) - T(0) is taken as proportional to k + 1/2 from the nearest k
-that was measured. Drafts must promise GAIN more than none, so that noise costs little. Rounds that only
+the median of the latest rounds of (rows, k); T(k) - T(0) is taken as proportional to k + 1/2 from the nearest
+k that was measured. Drafts must promise GAIN more than none, so that noise costs little. Rounds that only
 measure are few: PROBES with drafts when so many rows come for the first time, later one in TRY_PLAIN,
 TRY_NEAR or TRY_FAR.
 """

@@ -21,7 +21,8 @@ from nemotron_ultra.model.draft import Drafts
 from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.ops.segments import Segments
 
-REACH, TOGETHER = 128, 512  # pairs that are taken in at once, at most: of a row, of all (but WIDE of each)
+REACH = 128  # pairs of a row that are taken in at once, at most
+TOGETHER, LEAST = 128, 4  # of all rows, but LEAST of each: so that the first drafts cost little
 WIDE = 16  # pairs of a row above which rows are read packed instead of padded
 
 # Called with (logits [B, V], number of the draft from 0) -> token [B].
@@ -80,7 +81,7 @@ class Drafter:
 
     def admitted(self, prompts: list[Tensor], hidden: list[Tensor], index_B: Tensor, *, now: bool) -> None:
         """New rows: copies of prompts index_B. now: read each prompt once, here, or with the first draft."""
-        pairs = [(h_TD[:-1], p_T[1:]) for h_TD, p_T in zip(hidden, prompts, strict=True)]
+        pairs = [(h_TD[:-1][-REACH:], p_T[1:][-REACH:]) for h_TD, p_T in zip(hidden, prompts, strict=True)]
         if now and all(len(tokens) for _, tokens in pairs):
             lengths = [len(tokens) for _, tokens in pairs]
             read = self.model.new_cache(len(pairs), max(lengths), pattern=self.model.config.mtp_pattern)
@@ -153,7 +154,7 @@ class Drafter:
             most = max(last.counts)
             return None, (last.hidden_BKD[:, :most], last.token_BK[:, :most], last.counts)
         self._sort()
-        room = max(WIDE, min(REACH, TOGETHER // len(self.behind)))
+        room = max(LEAST, min(REACH, TOGETHER // len(self.behind)))
         waiting = [_latest(pairs, room) for pairs in self.behind]
         lengths = [sum(len(token_T) for _, token_T in pairs) for pairs in waiting]
         hidden_TD, token_T = (

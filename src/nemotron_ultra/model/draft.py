@@ -1,9 +1,12 @@
 """All drafts of a round in one call: d_j = argmax head(g_j), g_j = MTP(e(d_{j-1}), g_{j-1}) (report 2.1).
 
-For a model in float32 on a CPU whose MTP layers all run in `ops/decode_kernels`.
+The head is read as bytes, with a scale for each row: drafts are checked anyway, and it is the most of what a
+draft reads. For a model in float32 on a CPU whose MTP layers all run in `ops/decode_kernels`.
 """
 
 from __future__ import annotations
+
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,9 +30,11 @@ class DraftPlan:
             "join": join.weight,
             "join_bias": getattr(join, "bias", None),
             "last_norm": last.final_layernorm.weight,
-            "head": model.lm_head.weight,
         }
-        self.fits = join.product in PLAIN and kernels.fits(*tensors.values())
+        head_VD = model.lm_head.weight
+        self.fits = join.product in PLAIN and kernels.fits(head_VD, *tensors.values())
+        if self.fits:
+            tensors["head"], tensors["scale"] = _bytes_of(model)
         self.width, self.what = join.weight.shape[0], kernels.Draft(count=len(model.mtp.layers))
         for name, tensor in tensors.items():
             setattr(self.what, name, kernels.address(tensor))
@@ -74,6 +79,20 @@ class DraftPlan:
                 "logits": torch.empty(rows * self.vocab_size),
             }
         return self.memory[rows, most]
+
+
+_heads: WeakKeyDictionary[HybridLM, tuple[tuple[int, int], Tensor, Tensor]] = WeakKeyDictionary()
+
+
+def _bytes_of(model: HybridLM) -> tuple[Tensor, Tensor]:
+    """Head as int8 [V, D] and scales [V], made anew when it has changed."""
+    weight_VD = model.lm_head.weight.detach()
+    key = (weight_VD.data_ptr(), model.lm_head.weight._version)
+    if model not in _heads or _heads[model][0] != key:
+        scale_V1 = weight_VD.abs().amax(1, keepdim=True).clamp_(min=1e-30) / 127
+        codes_VD = (weight_VD / scale_V1).round_().to(torch.int8)
+        _heads[model] = (key, codes_VD, scale_V1[:, 0].contiguous())
+    return _heads[model][1:]
 
 
 class Drafts:

@@ -72,7 +72,7 @@ class Draft(ctypes.Structure):
         ("layers", c_void_p),
         ("count", c_int64),
         *((name, c_void_p) for name in ("embedding", "embedded_norm", "hidden_norm", "join", "join_bias")),
-        *((name, c_void_p) for name in ("last_norm", "head")),
+        *((name, c_void_p) for name in ("last_norm", "scale", "head")),
         *((name, c_float) for name in ("embedded_eps", "hidden_eps", "last_eps")),
         *((name, c_int64) for name in ("vocabulary", "drafts", "hidden_stride", "token_stride")),
         *((name, c_void_p) for name in ("hidden", "token", "counts", "length", "out")),

@@ -160,9 +160,10 @@ static inline void sums(const vec *a, int many, float *out) {
 #define HOLD(register)
 #endif
 #define UNROLL _Pragma("GCC unroll 8")
-#define TILE(M, R)                                                                                        \
-    static void tile_##M##_##R(const float *const *x, const float *w, int64_t k, const float *next, int fetch, \
+#define TILE(M, R, KIND, TYPE)                                                                             \
+    static void KIND##_##M##_##R(const float *const *x, const void *weight, int64_t k, const void *after, int fetch, \
                                float out[WIDE_ROWS][4]) {                                                 \
+        const TYPE *w = weight, *next = after;                                                            \
         vec acc[M][R];                                                                                    \
         const float *in[M];                                                                               \
         UNROLL for (int i = 0; i < M; i++) in[i] = x[i];                                                  \
@@ -171,7 +172,7 @@ static inline void sums(const vec *a, int many, float *out) {
         int64_t p = 0;                                                                                    \
         for (; p + LANES <= k; p += LANES) {                                                              \
             vec column[R];                                                                                \
-            UNROLL for (int j = 0; j < R; j++) column[j] = *(const vecu *)(w + j * k + p);                \
+            UNROLL for (int j = 0; j < R; j++) column[j] = KIND##_load(w + j * k + p);                    \
             if (fetch)                                                                                    \
                 for (int j = 0; j < 2; j++) __builtin_prefetch(next + j * k + p);                         \
             if (fetch == 4)                                                                               \
@@ -188,17 +189,43 @@ static inline void sums(const vec *a, int many, float *out) {
                 for (int j = 0; j < R; j++) out[i][j] += in[i][t] * w[j * k + t];                         \
         }                                                                                                 \
     }
-TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(1, 1) TILE(2, 1) TILE(3, 1)
+typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+static inline vec tile_load(const float *w) { return *(const vecu *)w; }
+static inline vec byte_load(const int8_t *w) {
+#ifdef __AVX512F__
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)w)));
+#elif defined(__AVX2__)
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)w)));
+#else
+    return __builtin_convertvector(*(const bytes *)w, vec);
+#endif
+}
+
+#define TILES(KIND, TYPE)                                                                                 \
+    TILE(1, 4, KIND, TYPE) TILE(2, 4, KIND, TYPE) TILE(3, 4, KIND, TYPE)                                  \
+    TILE(1, 1, KIND, TYPE) TILE(2, 1, KIND, TYPE) TILE(3, 1, KIND, TYPE)
+TILES(tile, float) TILES(byte, int8_t)
 #if WIDE_ROWS == 6
-TILE(4, 4) TILE(5, 4) TILE(6, 4) TILE(4, 1) TILE(5, 1) TILE(6, 1)
+#define MORE_TILES(KIND, TYPE)                                                                            \
+    TILE(4, 4, KIND, TYPE) TILE(5, 4, KIND, TYPE) TILE(6, 4, KIND, TYPE)                                  \
+    TILE(4, 1, KIND, TYPE) TILE(5, 1, KIND, TYPE) TILE(6, 1, KIND, TYPE)
+MORE_TILES(tile, float) MORE_TILES(byte, int8_t)
 #endif
 
-typedef void Tile(const float *const *, const float *, int64_t, const float *, int, float[WIDE_ROWS][4]);
-static Tile *const tiles[WIDE_ROWS][2] = {
-    {tile_1_1, tile_1_4}, {tile_2_1, tile_2_4}, {tile_3_1, tile_3_4},
+typedef void Tile(const float *const *, const void *, int64_t, const void *, int, float[WIDE_ROWS][4]);
+static Tile *const tiles[2][WIDE_ROWS][2] = {
+    {
+        {tile_1_1, tile_1_4}, {tile_2_1, tile_2_4}, {tile_3_1, tile_3_4},
 #if WIDE_ROWS == 6
-    {tile_4_1, tile_4_4}, {tile_5_1, tile_5_4}, {tile_6_1, tile_6_4},
+        {tile_4_1, tile_4_4}, {tile_5_1, tile_5_4}, {tile_6_1, tile_6_4},
 #endif
+    },
+    {
+        {byte_1_1, byte_1_4}, {byte_2_1, byte_2_4}, {byte_3_1, byte_3_4},
+#if WIDE_ROWS == 6
+        {byte_4_1, byte_4_4}, {byte_5_1, byte_5_4}, {byte_6_1, byte_6_4},
+#endif
+    },
 };
 
 enum { STORE, RELU2, ADD, ADD_WEIGHED };
@@ -230,7 +257,7 @@ static void product(const float *const *x, float *const *y, const float *weight,
         for (int64_t i = 0, pass = 0; pass < passes; pass++) {
             int m = (int)((rows - i + passes - pass - 1) / (passes - pass));
             int fetch = passes == 1 ? 4 : pass < 2 ? 2 : 0; /* the first two passes share the work */
-            tiles[m - 1][r == 4](x + i, columns, k, after + (pass == 1 ? 2 * k : 0), fetch, out);
+            tiles[0][m - 1][r == 4](x + i, columns, k, after + (pass == 1 ? 2 * k : 0), fetch, out);
             for (int a = 0; a < m; a++, i++) {
                 if (r == 4) put4(y[i] + n, out[a], bias ? bias + n : NULL, mode, weight ? weight[i] : 1);
                 else put(y[i] + n, out[a][0] + (bias ? bias[n] : 0), mode, weight ? weight[i] : 1);
@@ -600,6 +627,24 @@ void few_rows(const float *x, float *y, int64_t rows, const float *w, int64_t k,
     }
 }
 
+/* y [rows, outs] = x (scale q)^T for n in begin..end-1: the head in bytes, good enough for drafts. */
+static void byte_product(const float *x, float *y, int64_t rows, const int8_t *q, const float *scale, int64_t k,
+                         int64_t outs, int64_t begin, int64_t end) {
+    float out[WIDE_ROWS][4];
+    const float *in[WIDE_ROWS];
+    for (int64_t n = begin; n < end;) {
+        int r = end - n >= 4 ? 4 : 1;
+        for (int64_t i = 0; i < rows;) {
+            int m = rows - i < WIDE_ROWS ? (int)(rows - i) : WIDE_ROWS;
+            for (int a = 0; a < m; a++) in[a] = x + (i + a) * k;
+            tiles[1][m - 1][r == 4](in, q + n * k, k, q + (n + 16 < end ? n + 16 : n) * k, i ? 0 : 4, out);
+            for (int a = 0; a < m; a++, i++)
+                for (int j = 0; j < r; j++) y[i * outs + n + j] = out[a][j] * scale[n + j];
+        }
+        n += r;
+    }
+}
+
 /* The first largest number's place; NaN is never it. */
 static int64_t largest(const float *x, int64_t count, float *most) {
     enum { BLOCK = 4 * LANES };
@@ -631,7 +676,8 @@ static int64_t largest(const float *x, int64_t count, float *most) {
 typedef struct {
     const Layer *layers;
     int64_t count;
-    const float *embedding, *embedded_norm, *hidden_norm, *join, *join_bias, *last_norm, *head;
+    const float *embedding, *embedded_norm, *hidden_norm, *join, *join_bias, *last_norm, *scale;
+    const int8_t *head;                    /* [vocabulary, D], times scale [vocabulary] */
     float embedded_eps, hidden_eps, last_eps;
     int64_t vocabulary, drafts, hidden_stride, token_stride;
     const float *hidden;
@@ -666,7 +712,7 @@ static void apply_module(const Draft *d, const Work *k, int64_t threads) {
         });
         PHASE(2, pieces, {
             share(d->vocabulary, 4, piece, all_, &begin, &end);
-            dense(d->last, D, d->logits, d->vocabulary, k->batch, d->head, NULL, D, begin, end, STORE);
+            byte_product(d->last, d->logits, k->batch, d->head, d->scale, D, d->vocabulary, begin, end);
         });
     }
 }
