@@ -42,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(arguments)
     except NemotronError as error:
-        print(f"\nerror: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         full = f"; make room for {arguments.out}" if error.errno == errno.ENOSPC else ""
-        print(f"\nerror: {error}{full}; the same command begins again", file=sys.stderr)
+        print(f"error: {error}{full}; the same command begins again", file=sys.stderr)
         return DataError.exit_code
     except KeyboardInterrupt:
         print("\nstopped; the same command begins again", file=sys.stderr)

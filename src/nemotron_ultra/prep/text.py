@@ -51,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(arguments)
     except NemotronError as error:
-        print(f"\nerror: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
         full = f"; make room for {arguments.out}" if error.errno == errno.ENOSPC else ""
-        print(f"\nerror: {error}{full}; {RESUMES}", file=sys.stderr)
+        print(f"error: {error}{full}; {RESUMES}", file=sys.stderr)
         return DataError.exit_code
     except KeyboardInterrupt:
         print(f"\nstopped; {RESUMES}", file=sys.stderr)
