@@ -103,7 +103,7 @@ def test_a_file_of_prompts_keeps_order_and_is_continued(run, tmp_path):
 
 
 def test_another_file_is_not_overwritten(run, tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"prompt": "one"}\n')
+    (tmp_path / "in.jsonl").write_text('{"prompt": "one"}\n', encoding="utf-8-sig")
     out = tmp_path / "out.jsonl"
     out.write_text('{"mine": 1}\n')
     code, _, err = run("--prompts", tmp_path / "in.jsonl", "--out", out)

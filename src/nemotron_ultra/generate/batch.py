@@ -75,7 +75,7 @@ def answer_file(loaded: Loaded, asked: argparse.Namespace) -> int:
 def read_prompts(loaded: Loaded, asked: argparse.Namespace) -> list[Asked]:
     """Every line, checked. Raises DataError that names file and line."""
     try:
-        lines = asked.prompts.read_text(encoding="utf-8").split("\n")
+        lines = asked.prompts.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{asked.prompts} is not UTF-8", got=error) from error
     rows: list[Asked] = []
