@@ -53,7 +53,7 @@ def admitted(model: HybridLM, cache: Cache, rows: list[Tensor], draw: torch.Gene
 def test_the_cache_is_as_if_rejected_tokens_had_never_been(changes, dtype, bound):
     model, draw = micro_model(dtype, **changes), torch.Generator().manual_seed(5)
     cache, rows, kept_tokens, rolled_back = model.new_cache(ROWS, LONGEST + MOST), [], 0, 0
-    for number in range(300):
+    for number in range(220):
         rows = admitted(model, cache, rows, draw)
         count = int(torch.randint(1, MOST + 1, (1,), generator=draw))
         new_BK = torch.randint(64, (ROWS, count), generator=draw)
@@ -70,7 +70,7 @@ def test_the_cache_is_as_if_rejected_tokens_had_never_been(changes, dtype, bound
             assert distance(cache, model.prefill(*packed(rows), LONGEST + MOST)[1]) < bound
         order_B = cache.drop(torch.tensor([len(row) > LONGEST - MOST for row in rows]))
         rows = [rows[row] for row in order_B.tolist()]
-    assert kept_tokens > 3000 and rolled_back > 3000
+    assert kept_tokens > 2000 and rolled_back > 2000
 
 
 @torch.no_grad()

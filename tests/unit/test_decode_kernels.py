@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from drafting import agreeing_model
 from micro import micro_model
 from nemotron_ultra.config.precision import PrecisionConfig, PrecisionRule
 from nemotron_ultra.generation import generate
+from nemotron_ultra.generation.drafter import Drafter
 from nemotron_ultra.model.cache import Cache
 from nemotron_ultra.model.hybrid import HybridLM, apply_head
 from nemotron_ultra.ops import decode_kernels as kernels
@@ -90,6 +92,47 @@ def test_the_head_of_few_rows():
         assert torch.allclose(
             model.next_logits(hidden_BD), apply_head(hidden_BD, model.lm_head.weight), atol=1e-5
         )
+
+
+@needs_compiler
+@pytest.mark.parametrize("usable", [67, 50, 3])
+def test_greedy_ids_with_their_logprobs(usable):
+    model = drawn(vocab_size=67)
+    hidden_BD = torch.randn(9, 32, generator=torch.Generator().manual_seed(usable))
+    logits_BV = apply_head(hidden_BD, model.lm_head.weight).detach()
+    token_B, logprob_B, model_B = model.likeliest(hidden_BD, usable)
+    assert torch.equal(token_B, logits_BV[:, :usable].argmax(-1))
+    for found_B, ids in ((logprob_B, usable), (model_B, 67)):
+        expected_B = logits_BV[:, :ids].log_softmax(-1).gather(1, token_B[:, None])[:, 0]
+        assert torch.allclose(found_B, expected_B, atol=1e-5)
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("rows", "changes"), [(1, {}), (3, {"mtp_pattern": "*-*"}), (7, {"vocab_size": 131})]
+)
+def test_drafts_in_one_call_are_those_one_by_one(rows, changes):
+    """Rows take in different numbers of pairs; what they draft is forgotten."""
+    model, caches = agreeing_model(torch.float32, **changes), []
+    for pick in (None, lambda logits_BV, number: logits_BV.argmax(-1)):
+        draw, drafter = torch.Generator().manual_seed(rows), Drafter(model, rows, 300, 64)
+        prompts = [torch.arange(3, 9 + row) for row in range(rows)]
+        hidden = [torch.randn(len(prompt), 32, generator=draw) for prompt in prompts]
+        drafter.admitted(prompts, hidden, torch.arange(rows), now=True)
+        found = []
+        for number in range(1, 9):
+            hidden_BKD = torch.randn(rows, 4, 32, generator=draw)
+            token_BK = torch.randint(64, (rows, 4), generator=draw)
+            drafter.saw(0, hidden_BKD, token_BK, [1 + (row + number) % 4 for row in range(rows)])
+            found.append(drafter.draft(number, pick))
+        caches.append((drafter.cache, found))
+    (one, drafts), (other, expected) = caches
+    assert all(map(torch.equal, drafts, expected))
+    assert one.lengths == other.lengths == one.length_B.tolist()
+    for row, length in enumerate(one.lengths):
+        for a, b in zip(one.layers[0].tensors(), other.layers[0].tensors(), strict=True):
+            assert torch.allclose(a[row, :, :length], b[row, :, :length], atol=1e-5)
 
 
 @needs_compiler
