@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         page = write_report(runs, options.out or default_page(runs))
     except NemotronError as error:
-        print(f"report: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     print(page)
     return 0
