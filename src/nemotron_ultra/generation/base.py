@@ -15,7 +15,8 @@ class Request:
 
     temperature 0 takes the likeliest id, others are 1e-5 or more. top_p, top_k and min_p cut the heated
     distribution in the order min_p (odds of at least min_p times the largest), top_k (0: all), top_p (the
-    fewest likeliest ids that hold this mass). A stop id, or the text of `stop_texts` that a token completes, ends the request.
+    fewest likeliest ids that hold this mass). A stop id, or the text of `stop_texts` that a token completes,
+    ends the request.
     """
 
     prompt: tuple[int, ...]
