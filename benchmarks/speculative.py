@@ -6,7 +6,8 @@
 Prompts are pieces of Python files of the torch package, which `builtin:python` does not hold; how many drafts
 stay depends on how well the run learnt. Each repeat times every draft length in turn on the same requests;
 speed-ups are medians over repeats of the quotient to k = 0 of the same repeat, in CPU seconds of the process.
-Tokens of all draft lengths are compared before anything is timed. --tail: requests of very different lengths
+Tokens of all draft lengths are compared before that; "first call" is the speed-up of that very call, the
+first one with drafts at this batch size, over one call without. --tail: requests of very different lengths
 share the slots, as in rollouts, and the times of single requests are shown.
 """
 
@@ -69,8 +70,11 @@ def sweep(model: HybridLM, prompts: list[list[int]], sides: Sides, options: argp
         samplers = {name: Sampler(model, draft_tokens=drafts) for name, drafts in sides.items()}
         asked = dict(max_new_tokens=options.new, temperature=options.temperature)
         plain = [c.tokens for c in samplers["0"].generate(groups[0], **asked)]
+        firsts: dict[str, float] = {}
         for name, sampler in samplers.items():
+            begin = time.process_time()
             got = [c.tokens for c in sampler.generate(groups[0], **asked)]
+            firsts[name] = time.process_time() - begin
             if got != plain and not options.sampled:
                 print(f"batch {batch}, k {name}: not the tokens of k = 0 (roundings)")
         seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -88,6 +92,7 @@ def sweep(model: HybridLM, prompts: list[list[int]], sides: Sides, options: argp
             pairs = zip(seconds["0"], seconds[name], strict=True)
             row = {"batch": batch, "k": name, "tokens/s": round(tokens / median(seconds[name]), 1)}
             row["speed-up"] = round(median(plain / drafted for plain, drafted in pairs), 3)
+            row["first call"] = round(firsts["0"] / firsts[name], 3)
             row["acceptance length"] = round(counts[name].get("acceptance_length", 1.0), 2)
             rates = [counts[name].get(f"acceptance_rate_{place}") for place in range(1, 8)]
             row["rate by place"] = " ".join(f"{rate:.2f}" for rate in rates if rate is not None)
