@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemotron_ultra.model.cache import Cache
 from nemotron_ultra.model.hybrid import HybridLM
-from nemotron_ultra.model.plan import PLAIN, DecodePlan, plan_of
+from nemotron_ultra.model.plan import PLAIN, DecodePlan, Pool, plan_of
 from nemotron_ultra.ops import decode_kernels as kernels
 
 
@@ -43,7 +43,7 @@ class DraftPlan:
         self.what.vocabulary = vocab_size
         self.tensors = [tensor for tensor in tensors.values() if tensor is not None]
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
-        self.memory: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self.pool = Pool()
 
     def is_still(self) -> bool:
         return list(map(Tensor.data_ptr, self.tensors)) == self.addresses
@@ -52,33 +52,24 @@ class DraftPlan:
         self, plan: DecodePlan, hidden_BKD: Tensor, token_BK: Tensor, counts: list[int], drafts: int
     ) -> Tensor:
         rows, most, _ = hidden_BKD.shape
-        memory, what = self._memory(rows, most), self.what
+        what, places = self.what, rows * most
+        sizes = (places * self.width, 2 * places * self.width, rows * self.width, rows * self.vocab_size)
+        self.pool.grow(list(sizes))
+        x, joined, last, logits = (buffer.data_ptr() for buffer in self.pool.buffers)
         hidden_BKD, token_BK = hidden_BKD.contiguous(), token_BK.contiguous()
         count_B, out_BJ = torch.tensor(counts), torch.empty(rows, drafts, dtype=torch.int64)
-        memory["length"].copy_(plan.cache.length_B)
+        length_B = plan.cache.length_B.clone()
         what.hidden, what.hidden_stride = hidden_BKD.data_ptr(), most * self.width
         what.token, what.token_stride = token_BK.data_ptr(), most
         what.counts, what.out, what.drafts = count_B.data_ptr(), out_BJ.data_ptr(), drafts
-        for name in ("length", "joined", "last", "logits"):
-            setattr(what, name, memory[name].data_ptr())
+        what.length, what.joined, what.last, what.logits = length_B.data_ptr(), joined, last, logits
         works = [plan.work(rows * most, most), plan.work(rows, 1)]
         for work in works:
-            work.x, work.length = memory["x"].data_ptr(), memory["length"].data_ptr()
+            work.x, work.length = x, length_B.data_ptr()
         what.layers = kernels.start(plan.structs)
         plan.pend(0, 0)
         kernels.draft(what, *works)
         return out_BJ
-
-    def _memory(self, rows: int, most: int) -> dict[str, Tensor]:
-        if (rows, most) not in self.memory:
-            self.memory[rows, most] = {
-                "length": torch.empty(rows, dtype=torch.int64),
-                "x": torch.empty(rows * most * self.width),
-                "joined": torch.empty(rows * most * 2 * self.width),
-                "last": torch.empty(rows * self.width),
-                "logits": torch.empty(rows * self.vocab_size),
-            }
-        return self.memory[rows, most]
 
 
 _heads: WeakKeyDictionary[HybridLM, tuple[tuple[int, int], Tensor, Tensor]] = WeakKeyDictionary()

@@ -7,6 +7,7 @@ need no new plan; weights that move, or other products, do (`is_still`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
@@ -43,6 +44,21 @@ class Entry:
     scratch: Callable[[int], int] = lambda rows: 0
 
 
+class Pool:
+    """Flat float32 buffers that serve every number of rows: as large as the largest needed so far."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+
+    def grow(self, sizes: list[int]) -> bool:
+        """Room for `sizes` floats -> whether buffers moved: what points into them must be made anew."""
+        there = [len(buffer) for buffer in self.buffers] or [0] * len(sizes)
+        if all(size <= had for size, had in zip(sizes, there, strict=True)) and self.buffers:
+            return False
+        self.buffers = [torch.empty(max(1, *pair)) for pair in zip(sizes, there, strict=True)]
+        return True
+
+
 class DecodePlan:
     """The layers of a model as they are stepped with one cache.
 
@@ -66,8 +82,10 @@ class DecodePlan:
         self.tensors = [t for entry in fitting for t in entry.tensors]
         self.addresses = [t.data_ptr() for t in self.tensors]
         self.width = layers[0].norm.weight.shape[0] if len(layers) else 0
-        self.memory: dict[tuple[int, int, int], tuple[kernels.Work, list[Tensor]]] = {}
+        self.works: dict[tuple[int, int, int], kernels.Work] = {}
+        self.work_pool = Pool()
         self.kept: dict[tuple[int, int, int], list[Tensor]] = {}
+        self.kept_pools = [Pool() for _ in entries]
         self.pending, self.latest = False, kernels.Work()
 
     def is_still(self, layers: nn.ModuleList) -> bool:
@@ -111,24 +129,29 @@ class DecodePlan:
                 (rows, tokens, s.groups, s.state),
                 (rows, tokens, s.heads),
             ]
-            self.kept[key] = [torch.empty(shape) for shape in shapes]
+            pool = self.kept_pools[number]
+            if pool.grow([math.prod(shape) for shape in shapes]):
+                self.kept = {other: views for other, views in self.kept.items() if other[0] != number}
+            pairs = zip(pool.buffers, shapes, strict=True)
+            self.kept[key] = [buffer[: math.prod(shape)].view(shape) for buffer, shape in pairs]
         return self.kept[key]
 
     def work(self, rows: int, tokens: int) -> kernels.Work:
         threads = torch.get_num_threads()
         key = (rows, tokens, threads)
-        if key not in self.memory:
+        if key not in self.works:
             names = ("wide", "narrow", "hidden", "mixed")
             most = [rows * max(getattr(entry, name) for entry in self.fitting) for name in names]
             normed = rows * self.width
             scratch = max(entry.scratch(rows) for entry in self.fitting) + PADDING
-            buffers = [torch.empty(max(1, n)) for n in (threads * normed, *most, threads * scratch)]
+            if self.work_pool.grow([threads * normed, *most, threads * scratch]):
+                self.works.clear()
             work = kernels.Work(batch=rows // tokens, tokens=tokens, width=self.width)
-            for name, buffer in zip(("normed", *names, "scratch"), buffers, strict=True):
+            for name, buffer in zip(("normed", *names, "scratch"), self.work_pool.buffers, strict=True):
                 setattr(work, name, buffer.data_ptr())
             work.normed_size, work.scratch_size = normed, scratch
-            self.memory[key] = (work, buffers)
-        return self.memory[key][0]
+            self.works[key] = work
+        return self.works[key]
 
 
 def through(layers: nn.ModuleList, x_MD: Tensor, cache: Cache, tokens: int, *, waits: bool) -> Tensor:
