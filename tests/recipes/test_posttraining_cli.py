@@ -84,6 +84,7 @@ def test_equal_rewards_teach_nothing(runs):
         (["rollout.group_size=1", "rollout.prompts_per_step=8"], "rollout.group_size: got 1"),
         (["data.sequence_length=32"], "the prompt is longer than the limit"),
         (["run.from=/nowhere"], "run.from: no such folder"),
+        (["run.from=/nowhere/runs/sft"], "train it first (python -m nemotron_ultra.train recipe=sft), or"),
     ],
     ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
 )

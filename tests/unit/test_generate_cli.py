@@ -243,7 +243,7 @@ def test_a_folder_that_brings_a_template_is_asked_by_it(folder, tmp_path, capsys
         (["--prompts", "nowhere"], 3, "no such file"),
         (["--prompt", ""], 3, "prompt is empty"),
         (["--prompt", "a\udcff"], 3, "prompt is no valid text"),
-        (["--prompt", "x", "--context", "4", "--max-tokens", "9"], 3, "longer than the limit"),
+        (["--prompt", "x", "--context", "4", "--max-tokens", "9"], 3, "or raise --context"),
         (["--prompt", "x", "--temperature", "1e-40"], 2, "or 1e-05 or more"),
         (["--prompt", "x", "--tokenizer", "nowhere"], 3, "tokenizer not found"),
         (["--prompt", "x", "--template", "nowhere"], 3, "chat template not found"),

@@ -87,6 +87,23 @@ def turn_of(
     return Turn(request, Budget.of(budget, loaded.tokenizer) if budget else None)
 
 
+def check_turn(loaded: Loaded, turn: Turn, context: int | None) -> int:
+    """Tokens that the turn needs room for: `context`, or its own. Raises DataError where they are too few,
+    ConfigError and DataError for what no scheduler would take.
+    """
+    prompt, most = len(turn.request.prompt), turn.request.max_new_tokens
+    room = context or prompt + most
+    turn.check(loaded.rows, max(room, prompt + most), decodes=True)
+    if prompt + most > room:
+        raise DataError(
+            "prompt: longer than the limit with the tokens asked for",
+            got=f"{prompt} prompt tokens and --max-tokens {most}",
+            allowed=f"{room} together (--context)",
+            do="shorten the prompt, ask for fewer tokens, or raise --context",
+        )
+    return room
+
+
 def run_turn(answers: Answers, turn: Turn) -> Iterator[Event]:
     """Events of one turn, to its completion; left early it is cancelled."""
     answers.submit(0, turn)

@@ -27,6 +27,7 @@ from nemotron_ultra.generate.asking import (
     MAX_TOKENS,
     Speed,
     chat_prompt,
+    check_turn,
     drawing,
     text_prompt,
     turn_of,
@@ -110,7 +111,7 @@ def _row(loaded: Loaded, asked: argparse.Namespace, line: str, number: int, inde
     try:
         prompt = _prompt(loaded, asked, row, thinking, budget)
         turn = turn_of(loaded, prompt, options, max_new_tokens=most, seed=seed, budget=budget)
-        turn.check(loaded.rows, asked.context or len(prompt) + most, decodes=True)
+        check_turn(loaded, turn, asked.context)
     except NemotronError as error:
         raise type(error)(f"{where}: {error}") from error
     except RecursionError as error:

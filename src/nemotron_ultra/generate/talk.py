@@ -16,6 +16,7 @@ from nemotron_ultra.generate.asking import (
     MAX_TOKENS,
     Speed,
     check_fits,
+    check_turn,
     drawing,
     run_turn,
     text_prompt,
@@ -35,8 +36,7 @@ def answer_one(loaded: Loaded, asked: argparse.Namespace) -> int:
     prompt = text_prompt(loaded, asked.prompt, asked.thinking, asked.budget, asked.system)
     most = asked.max_tokens or MAX_TOKENS
     turn = turn_of(loaded, prompt, drawing(asked), max_new_tokens=most, seed=asked.seed, budget=asked.budget)
-    room = asked.context or len(prompt) + most
-    turn.check(loaded.rows, room, decodes=True)
+    room = check_turn(loaded, turn, asked.context)
     _say_kind(loaded)
     answers = Answers(loaded.scheduler(1, room))
     writer = Writer(sys.stdout)

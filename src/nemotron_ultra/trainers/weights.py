@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nemotron_ultra.config.compose import recipes
 from nemotron_ultra.data.tokenizer import Tokenizer, load_tokenizer
 from nemotron_ultra.engine.checkpoint import latest_checkpoint
 from nemotron_ultra.errors import CheckpointError, ConfigError
@@ -13,9 +14,7 @@ def weights_folder(path: str | Path, key: str = "run.from") -> Path:
     """The folder with config.json and safetensors that `path` means; `key` is what an error names."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{key}: no such folder", got=folder, do="name a run (runs/NAME) or a folder of weights"
-        )
+        raise CheckpointError(f"{key}: no such folder", got=folder, do=_remedy(folder, key))
     newest = latest_checkpoint(folder)
     if newest is not None:
         return newest / "model"
@@ -24,6 +23,13 @@ def weights_folder(path: str | Path, key: str = "run.from") -> Path:
             f"{key}: the run has no checkpoint yet", got=folder, do="let it reach one, or name another run"
         )
     return folder
+
+
+def _remedy(folder: Path, key: str) -> str:
+    do = "name a run (runs/NAME) or a folder of weights"
+    if folder.parent.name == "runs" and folder.name in recipes():
+        do = f"train it first (python -m nemotron_ultra.train recipe={folder.name}), or {do}"
+    return f"{do}, or begin with random weights (run.from=null)" if key == "run.from" else do
 
 
 def check_tokenizer(weights: Path, tokenizer: Tokenizer, key: str = "run.from") -> None:
