@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemotron_ultra.config import check, schema
+from nemotron_ultra.config.command import Parser, is_run
 from nemotron_ultra.config.compose import (
     load_recipe,
     options,
@@ -64,13 +65,13 @@ def run(asked: argparse.Namespace) -> int:
         f"{folder}{step}: {found.problems} held-out problems a domain, temperature {found.temperature:g}, "
         f"answers of at most {found.max_new_tokens} tokens, {found.seconds:.1f} s"
     )
-    if _is_run(folder) and found.problems > config.tasks.validation_problems:
+    if is_run(folder) and found.problems > config.tasks.validation_problems:
         kept = config.tasks.validation_problems
         print(f"  only the first {kept} of them were kept out of training (tasks.validation_problems)")
     width = max(len(name) for name in [*found.scores, "mean"])
     for name, score in [*found.scores.items(), ("mean", found.mean)]:
         print(f"  {name:<{width}}  {100 * score:5.1f} %")
-    if _is_run(folder):
+    if is_run(folder):
         print(save_scores(found, folder))
     return 0
 
@@ -88,7 +89,7 @@ def configuration(folder: Path, overrides: Sequence[str], own: Path | None = Non
         )
     if recipes:
         return load_recipe(recipes[-1], words, own)
-    if not _is_run(folder):
+    if not is_run(folder):
         raise ConfigError(
             f"{folder} is not a run: it has no config.yaml and run.json",
             do="name a run, or say recipe=NAME whose tasks the weights are scored on",
@@ -130,17 +131,8 @@ def _put(content: Any, parts: list[str], value: Any) -> None:
     content[last] = value
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() and (folder / "run.json").is_file()
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nemotron_ultra.evaluate",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="python -m nemotron_ultra.evaluate", description=HELP)
     add = parser.add_argument
     add("folder", metavar="RUN", help="folder of a run, or of weights (with recipe=NAME)")
     add("overrides", nargs="*", default=[], metavar="key=value", help="as for nemotron_ultra.train")

@@ -6,10 +6,10 @@ differ.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from nemotron_ultra.config.command import Parser
 from nemotron_ultra.errors import NemotronError
 from nemotron_ultra.observe.html import write_report
 
@@ -17,9 +17,7 @@ from nemotron_ultra.observe.html import write_report
 def main(arguments: list[str] | None = None) -> int:
     """Write the page and print its place. Returns the exit code: 2 no run or bad option, 3 no metrics."""
     about, _, more = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m nemotron_ultra.report", description=more.strip() or about, allow_abbrev=False
-    )
+    parser = Parser(prog="python -m nemotron_ultra.report", description=more.strip() or about)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/pretrain")
     parser.add_argument(
         "--out", metavar="FILE", help="page to write; default: in the folder of the first run"

@@ -175,4 +175,4 @@ def test_command_mistakes(tmp_path, words, said, capsys):
 def test_only_the_run_is_required(capsys):
     with pytest.raises(SystemExit):
         command.main([])
-    assert capsys.readouterr().err.rstrip().endswith("the following arguments are required: RUN")
+    assert capsys.readouterr().err.startswith("error: the following arguments are required: RUN; ")

@@ -14,6 +14,7 @@ import pytest
 from filelock import FileLock
 
 from micro import micro_model
+from nemotron_ultra import evaluate, report
 from nemotron_ultra import generate as cli
 from nemotron_ultra.data.chat import ChatTemplate, load_template
 from nemotron_ultra.data.tokenizer import load_tokenizer
@@ -254,6 +255,44 @@ def test_what_cannot_be_is_one_line(run, monkeypatch, arguments, code, said):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     found, out, err = run(*arguments)
     assert (found, out) == (code, "") and said in err and err.count("\n") <= 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["runs"], "runs holds runs and is none itself; name one: runs/mine\n"),
+        (["runs/sft"], "runs/sft is not a folder; name one of the runs there (runs/mine), or a folder"),
+        (["nowhere"], "nowhere is not a folder; name the folder of a run, or a folder of weights\n"),
+    ],
+)
+def test_a_folder_of_runs_names_them(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    for name in ("config.yaml", "run.json"):
+        (tmp_path / "runs" / "mine" / name).write_text("{}")
+    assert cli.main([*words, "--prompt", "x"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [
+        (cli, ["x", "--promt", "y"], "unknown option --promt (did you mean --prompt?)"),
+        (cli, ["x", "--top-k", "many"], "argument --top-k: many is not a whole number"),
+        (evaluate, ["x", "--problem=3", "a=b"], "unknown option --problem (did you mean --problems?)"),
+        (report, ["x", "--uot", "y"], "unknown option --uot (did you mean --out?)"),
+    ],
+)
+def test_a_mistaken_option_is_one_line(capsys, command, words, said):
+    with pytest.raises(SystemExit, match="2"):
+        command.main(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {said}") and line.endswith("--help")
+
+
+def test_a_text_may_begin_with_dashes(run):
+    code, out, _ = run("--prompt", "--- a line", "--max-tokens", 2)
+    assert code == 0 and out
 
 
 def test_drafts_of_a_model_without_mtp(tmp_path, capsys):

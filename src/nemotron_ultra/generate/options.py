@@ -7,6 +7,7 @@ import math
 import sys
 from pathlib import Path
 
+from nemotron_ultra.config.command import Parser, is_run, runs_in
 from nemotron_ultra.errors import ConfigError, DataError
 
 HELP = """\
@@ -25,12 +26,7 @@ and options of its own: max_tokens, temperature, top_p, top_k, min_p, stop, seed
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nemotron_ultra.generate",
-        description=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="python -m nemotron_ultra.generate", description=HELP)
     add = parser.add_argument
     add("folder", type=Path, metavar="RUN", help="folder of a run, or of weights")
     what = parser.add_mutually_exclusive_group()
@@ -116,10 +112,7 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
 
 def checked(asked: argparse.Namespace) -> str:
     """ "prompt", "prompts", "serve" or "talk". Raises ConfigError and DataError for what cannot be."""
-    if not asked.folder.is_dir():
-        raise ConfigError(
-            f"{asked.folder} is not a folder", do="name a run, such as runs/sft, or a folder of weights"
-        )
+    _check_folder(asked.folder)
     kind = "serve" if asked.serve else "prompts" if asked.prompts else "prompt"
     if kind == "prompt" and asked.prompt is None:
         kind = "talk"
@@ -137,6 +130,15 @@ def checked(asked: argparse.Namespace) -> str:
     if asked.raw and (asked.thinking != "off" or asked.system):
         raise ConfigError("--thinking and --system belong to the chat template", got="--raw")
     return kind
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        there = runs_in(folder.parent)
+        do = f"name one of the runs there ({there})" if there else "name the folder of a run"
+        raise ConfigError(f"{folder} is not a folder", do=f"{do}, or a folder of weights")
+    if not is_run(folder) and not (folder / "config.json").is_file() and (there := runs_in(folder)):
+        raise ConfigError(f"{folder} holds runs and is none itself", do=f"name one: {there}")
 
 
 def _count(text: str) -> int:

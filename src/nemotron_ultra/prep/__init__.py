@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemotron_ultra.config.command import nearest
 from nemotron_ultra.errors import ConfigError
-from nemotron_ultra.prep.parser import nearest
 from nemotron_ultra.prep.text import run, summary
 
 __all__ = ["COMMANDS", "main", "run", "summary"]

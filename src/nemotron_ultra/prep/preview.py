@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from nemotron_ultra.config.command import Parser
 from nemotron_ultra.data.chat import load_template
 from nemotron_ultra.data.preview import (
     Piece,
@@ -23,7 +24,6 @@ from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.data.training_rows import MaskOptions
 from nemotron_ultra.errors import NemotronError
 from nemotron_ultra.observe.masks_page import write_masks_page
-from nemotron_ultra.prep.parser import Parser
 from nemotron_ultra.prep.prompts import positive
 from nemotron_ultra.prep.text import whole_number
 

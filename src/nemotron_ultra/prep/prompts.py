@@ -12,6 +12,7 @@ from typing import Any
 
 from filelock import Timeout
 
+from nemotron_ultra.config.command import Parser, say
 from nemotron_ultra.data.chat import load_template
 from nemotron_ultra.data.inputs import with_digests
 from nemotron_ultra.data.json_rows import find_row_files
@@ -20,7 +21,6 @@ from nemotron_ultra.data.prompts import Length, PromptOptions, prepare_prompts
 from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.errors import ConfigError, DataError, NemotronError
 from nemotron_ultra.prep.held_out import add_options, held_out_files, locked
-from nemotron_ultra.prep.parser import Parser
 from nemotron_ultra.prep.text import fraction
 
 HELP = """\
@@ -69,8 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     except Timeout as error:
         do = "wait for it, or name another --out"
         raise DataError(f"another preparation is at work in {out}", do=do) from error
-    for line in summary(out, manifest, was_there):
-        print(line)
+    say(summary(out, manifest, was_there))
     return 0
 
 

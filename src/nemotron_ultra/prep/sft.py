@@ -13,6 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from nemotron_ultra.config.command import Parser, say
 from nemotron_ultra.data.chat import load_template
 from nemotron_ultra.data.inputs import PART_BYTES, parquet_module
 from nemotron_ultra.data.reasoning import ReasoningOptions
@@ -23,7 +24,6 @@ from nemotron_ultra.data.sft_sources import FORM, SourceSpec, open_sources, read
 from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.data.training_rows import MaskOptions
 from nemotron_ultra.errors import DataError, NemotronError
-from nemotron_ultra.prep.parser import Parser
 from nemotron_ultra.prep.progress import Progress
 from nemotron_ultra.prep.text import RESUMES, fraction, make_folder, whole_number, worker_count
 
@@ -122,8 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise DataError(f"another preparation is at work in {out}", do=do) from error
     finally:
         progress.end()
-    for line in summary(out, manifest, was_there, progress.parts.resumed):
-        print(line)
+    say(summary(out, manifest, was_there, progress.parts.resumed))
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from filelock import Timeout
 
+from nemotron_ultra.config.command import Parser, say
 from nemotron_ultra.data.inputs import find_files
 from nemotron_ultra.data.synthetic.endpoint import EndpointOptions
 from nemotron_ultra.data.synthetic.gym import DEFAULT, Spec
@@ -22,7 +23,6 @@ from nemotron_ultra.data.synthetic.steps import Receipt, Report
 from nemotron_ultra.data.synthetic.topics import built_in, read_topics
 from nemotron_ultra.errors import ConfigError, DataError, NemotronError
 from nemotron_ultra.prep.held_out import add_options, held_out_files, locked
-from nemotron_ultra.prep.parser import Parser
 from nemotron_ultra.prep.prompts import positive, share
 from nemotron_ultra.prep.text import whole_number
 
@@ -70,8 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise DataError(
             f"another run is at work in {out}", do="wait for it, or name another --out"
         ) from error
-    for line in summary(out, manifest, was_there):
-        print(line)
+    say(summary(out, manifest, was_there))
     return 0
 
 

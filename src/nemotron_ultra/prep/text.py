@@ -13,6 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from nemotron_ultra.config.command import Parser, say
 from nemotron_ultra.data.documents import Reading
 from nemotron_ultra.data.hf_rows import RowStream, StreamName
 from nemotron_ultra.data.inputs import STREAM_PREFIX, Part, find_files, fingerprint, make_parts, with_digests
@@ -20,7 +21,6 @@ from nemotron_ultra.data.parts import Options
 from nemotron_ultra.data.prepare import Job, prepare
 from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.errors import DataError, NemotronError
-from nemotron_ultra.prep.parser import Parser
 from nemotron_ultra.prep.progress import Progress
 
 HELP = """\
@@ -82,8 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise DataError(f"another preparation is at work in {out}", do=do) from error
     finally:
         progress.end()
-    for line in summary(out, manifest, was_there, progress.resumed):
-        print(line)
+    say(summary(out, manifest, was_there, progress.resumed))
     return 0
 
 
