@@ -137,9 +137,7 @@ def chart(rows: list[dict], batches: list[int]) -> Chart:
         points = [(int(r["k"]), r["speed-up"]) for r in rows if r["batch"] == batch and r["k"].isdigit()]
         xs, ys = zip(*points, strict=True)
         lines.append(Line(f"batch {batch}", xs, ys, colour=number, dots=True, exact=True))
-    return Chart(
-        "Speed-up over k = 0", lines, log_y=False, references=[("k = 0", 1.0)], x_label="draft length k"
-    )
+    return Chart("Speed-up over k = 0", lines, log_y=False, references=[("k = 0", 1.0)], x_label="k")
 
 
 def adaptive_chart(rows: list[dict], batches: list[int]) -> Chart:
@@ -151,7 +149,7 @@ def adaptive_chart(rows: list[dict], batches: list[int]) -> Chart:
         Line("adaptive", batches, ys, colour=0, dots=True, exact=True),
         Line("best fixed k > 0", batches, best, colour=1, dots=True, exact=True),
     ]
-    return Chart("Adaptive", lines, log_y=False, references=[("k = 0", 1.0)], x_label="batch size")
+    return Chart("Adaptive", lines, log_y=False, references=[("k = 0", 1.0)], x_label="batch")
 
 
 def main() -> None:

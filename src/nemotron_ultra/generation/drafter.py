@@ -80,10 +80,13 @@ class Drafter:
         self.rounds: deque[_Round] = deque(maxlen=REACH)  # of all rows, later than `behind`
 
     def admitted(self, prompts: list[Tensor], hidden: list[Tensor], index_B: Tensor, *, now: bool) -> None:
-        """New rows: copies of prompts index_B. now: read each prompt once, here, or with the first draft."""
+        """New rows: copies of prompts index_B. now: read each prompt once, here, if they are short together.
+
+        Else their last pairs are read with the first draft.
+        """
         pairs = [(h_TD[:-1][-REACH:], p_T[1:][-REACH:]) for h_TD, p_T in zip(hidden, prompts, strict=True)]
-        if now and all(len(tokens) for _, tokens in pairs):
-            lengths = [len(tokens) for _, tokens in pairs]
+        lengths = [len(tokens) for _, tokens in pairs]
+        if now and min(lengths) and sum(lengths) <= TOGETHER:
             read = self.model.new_cache(len(pairs), max(lengths), pattern=self.model.config.mtp_pattern)
             read.admit_new(len(pairs))
             self._prefill(*map(torch.cat, zip(*pairs, strict=True)), lengths, read)
