@@ -145,6 +145,8 @@ def test_streams_that_are_closed_or_of_few_characters(folder, tmp_path):
         ("[" * 100_000, "in.jsonl:2 is not JSON"),
         ('{"prompt": "x", "thinking": ["off"]}', "unknown thinking"),
         ('{"prompt": "x", "thinking": "regular"}', "in.jsonl:2: thinking and --system belong to"),
+        ('{"tokens": [5], "thinking": "regular"}', "in.jsonl:2: thinking belongs to the chat template"),
+        ('{"prompt": "x", "budget": 5}', "in.jsonl:2: budget is for thoughts"),
         ('{"messages": [1]}', "in.jsonl:2: messages is not a list of objects"),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}', "tools is not a list"),
         ('{"messages": []}', "must end with a message of the user"),
@@ -166,6 +168,25 @@ def test_a_conversation_by_lines(run, monkeypatch):
     code, out, err = run("--chat", "--max-tokens", 4, "--temperature", 0)
     first, _, third = (out.split("\n") + [""] * 3)[:3]
     assert code == 0 and first == third and "/reset begins anew" in err and "12 tokens" in err
+
+
+def test_a_change_in_a_conversation_is_said(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/budget 8\n/thinking regular\n/budget 3\n/budget 0\n"))
+    code, _, err = run("--chat")
+    assert code == 0 and err.splitlines()[-4:] == [
+        "budget 8 tokens of thoughts, of use after /thinking regular",
+        "thinking regular",
+        "budget 3 tokens of thoughts",
+        "no budget",
+    ]
+
+
+def test_rows_of_prep_prompts_are_answered(run, tmp_path):
+    row = {"messages": [{"role": "user", "content": "1 + 1?"}], "domain": "sums", "answer": None}
+    row |= {"environment": {"name": "exact", "args": {}}, "pass_rate": 0.5, "extra": {"a": 1}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    code, out, _ = run("--prompts", tmp_path / "in.jsonl", "--max-tokens", 3)
+    assert code == 0 and len(json.loads(out)["tokens"]) <= 3
 
 
 def test_a_full_conversation_says_so(run, monkeypatch):

@@ -1,6 +1,7 @@
 import errno
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from nemotron_ultra import prep
 from nemotron_ultra.data.chat import load_template
 from nemotron_ultra.data.messages import read_conversation
 from nemotron_ultra.data.pack_manifest import read_pack_manifest
+from nemotron_ultra.data.sft_sources import parse_source
 from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.data.training_rows import MaskOptions, training_rows
 
@@ -278,7 +280,7 @@ def test_another_tokenizer_in_an_unfinished_folder(tmp_path, monkeypatch, capsys
     prepared(out, f"a={path}", "--tokenizer", tmp_path, status=3)
     assert "other tokenizer.hash" in capsys.readouterr().err
     prepared(out, f"a={path}")
-    assert "1 parts were finished by an earlier run" in capsys.readouterr().out
+    assert "1 part finished by an earlier run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -292,6 +294,11 @@ def test_another_tokenizer_in_an_unfinished_folder(tmp_path, monkeypatch, capsys
         (["a=good.jsonl:train=first"], "source a: train; got first; allowed: assistant, last"),
         (["a/b=good.jsonl"], "a source's name becomes part of file names; got 'a/b'"),
         (["a=good.jsonl:cap=1", "a=other.jsonl"], "source a is named twice with other options"),
+        (
+            ["a=rows.jsonl:wieght=2"],
+            "source a: unknown option wieght (did you mean weight?); got rows.jsonl:w",
+        ),
+        (["a=there:x=1/rows.jsonl"], "input not found; got there:x=1/rows.jsonl"),
         (["bad.yaml"], "bad.yaml: a: unknown wieght; allowed: path, weight, cap"),
         (["list.yaml"], "list.yaml is no blend of sources"),
         (["torn.json"], "torn.json is no YAML or JSON"),
@@ -382,4 +389,21 @@ def test_the_summary_names_what_to_run_next(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "valid is empty: use a larger --valid-fraction" in out and "% trained  fill " in out
     where = f"data=packs trainer=packs data.packs={tmp_path / 'out'} data.sequence_length=256"
-    assert f"recipe=sft tasks=null {where}" in out
+    assert f"recipe=sft run.name=chats tasks=null {where}" in out
+
+
+def test_a_reader_that_leaves_at_the_end_is_no_error(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [chat(0)])
+    words = ["-m", "nemotron_ultra.prep", "sft", f"a={path}", "--out", str(tmp_path / "out")]
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run([sys.executable, *words], stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert (done.returncode, "error" in done.stderr, "Exception" in done.stderr) == (0, False, False)
+    again = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
+    assert "nothing to do" in again.stdout and " 1 pack " in again.stdout and " 1 row " in again.stdout
+
+
+def test_a_path_may_end_like_an_option(tmp_path):
+    path = write_rows(tmp_path / "rows:x=1", [chat(0)])
+    assert parse_source(f"a={path}:weight=2").paths == (str(path),)

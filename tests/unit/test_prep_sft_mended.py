@@ -53,7 +53,7 @@ def test_the_mended_command_goes_on(capsys, wrong, advice, right):
 def test_what_the_mended_command_left_as_it_was_is_kept(capsys):
     assert prepared("a=a.jsonl", "b=torn.jsonl", "--max-length", "4") == 3
     assert prepared("a=a.jsonl:weight=2", "b=torn.jsonl:thinking=on") == 0
-    assert "1 parts were finished by an earlier run" in capsys.readouterr().out
+    assert "1 part finished by an earlier run" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -143,6 +143,17 @@ def test_terminal_with_and_without_colour(chats, capsys):
     assert "\x1b[1;32mIt is 4.\x1b[0m\x1b[1;32m\x1b[36m<|im_end|>\x1b[0m" in capsys.readouterr().out
 
 
+def test_the_terminal_shows_a_few_conversations_of_packs(packs, capsys):
+    whole = preview_packs(packs, count=1).groups[0].rows
+    assert main(["preview", str(packs), "--rows", "1", "--conversations", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n--- ") == 3 and f"--- 2 of {len(whole)}," in out
+    assert f"--- {len(whole) - 2} more conversation" in out
+    assert main(["preview", str(packs), "--rows", "1", "--conversations", "999"]) == 0
+    assert "more conversation" not in capsys.readouterr().out
+    assert main(["preview", str(packs), "--conversations", "2", "--html", "x.html"]) == 2
+
+
 def test_page(packs, chats, tmp_path, capsys):
     out = tmp_path / "page.html"
     assert main(["preview", str(packs), "--html", str(out)]) == 0

@@ -50,6 +50,11 @@ def nearest(word: str, names: Any) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
+def plural(count: int, word: str) -> str:
+    """The word with an s unless there is one of it."""
+    return word if count == 1 else f"{word}s"
+
+
 def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and (folder / "run.json").is_file()
 

@@ -6,6 +6,7 @@ its files, or what the `datasets` library knows of a streamed set.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -32,7 +33,9 @@ from nemotron_ultra.errors import DataError
 BLEND_SUFFIXES = (".yaml", ".yml", ".json")
 FORM = "NAME=PATH[:weight=W][:cap=N][:train=assistant|last][:thinking=auto|on|off]"
 CHOICES = {"train": ("assistant", "last"), "thinking": ("auto", "on", "off")}
-_OPTION = re.compile(r":(weight|cap|train|thinking)=([^:]*)$")
+_OPTIONS = ("weight", "cap", "train", "thinking")
+_OPTION = re.compile(rf":({'|'.join(_OPTIONS)})=([^:]*)$")
+_UNKNOWN = re.compile(r":(\w+)=[^:/]*$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +112,19 @@ def parse_source(argument: str) -> SourceSpec:
     while match := _OPTION.search(rest):
         options[match[1]] = match[2]
         rest = rest[: match.start()]
+    _check_end(name, rest)
     if not rest:
         raise DataError(f"source {name} names no path", got=argument, allowed=FORM)
     return _spec(name, {"path": rest} | options, argument)
+
+
+def _check_end(name: str, path: str) -> None:
+    """An option that is none; a path may end like one if it is there."""
+    found = _UNKNOWN.search(path)
+    if found and not path.startswith(STREAM_PREFIX) and not Path(path).expanduser().exists():
+        close = difflib.get_close_matches(found[1], _OPTIONS, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise DataError(f"source {name}: unknown option {found[1]}{hint}", got=path, allowed=FORM)
 
 
 def read_blend(path: Path) -> list[SourceSpec]:

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 
-from nemotron_ultra.errors import DataError, NemotronError
+from nemotron_ultra.errors import ConfigError, DataError, NemotronError
 from nemotron_ultra.generate.asking import (
     MAX_TOKENS,
     Speed,
@@ -40,6 +40,7 @@ from nemotron_ultra.generation.text import AnswerText
 SLOTS = 8
 INPUTS = ("prompt", "messages", "tokens")
 WORDS = {"top_p": float, "min_p": float, "temperature": float, "top_k": int, "seed": int, "max_tokens": int}
+IGNORED = ("domain", "environment", "answer", "pass_rate", "extra")  # of rows of `prep prompts`
 KEYS = (*INPUTS, *WORDS, "id", "tools", "stop", "thinking", "budget")
 
 
@@ -100,6 +101,8 @@ def _row(loaded: Loaded, asked: argparse.Namespace, line: str, number: int, inde
         raise DataError(f"{where} is not a JSON object", got=type(row).__name__)
     _check_keys(row, where)
     thinking = row.get("thinking", asked.thinking)
+    if "budget" in row and not MODES[thinking].thinking:
+        raise DataError(f"{where}: budget is for thoughts", got="thinking off", do="set thinking to regular")
     budget = row.get("budget", asked.budget) if MODES[thinking].thinking else None
     options = drawing(asked) | {
         key: row[key] for key in ("temperature", "top_p", "top_k", "min_p") if key in row
@@ -124,7 +127,7 @@ def _row(loaded: Loaded, asked: argparse.Namespace, line: str, number: int, inde
 
 def _check_keys(row: dict[str, Any], where: str) -> None:
     for key in row:
-        if key not in KEYS:
+        if key not in KEYS and key not in IGNORED:
             close = difflib.get_close_matches(key, KEYS, 1)
             hint = f" (did you mean '{close[0]}'?)" if close else ""
             raise DataError(f"{where}: unknown key '{key}'{hint}", allowed=", ".join(KEYS))
@@ -153,6 +156,10 @@ def _prompt(
     loaded: Loaded, asked: argparse.Namespace, row: dict[str, Any], thinking: str, budget: int | None
 ) -> list[int]:
     if "tokens" in row:
+        if "thinking" in row and MODES[thinking].thinking and not loaded.chat:
+            raise ConfigError(
+                "thinking belongs to the chat template, and texts are continued here", do="add --chat"
+            )
         return _ids(row["tokens"])
     if "messages" in row:
         messages, tools = _objects(row, "messages"), _objects(row, "tools") if row.get("tools") else []

@@ -22,6 +22,7 @@ Text is continued as it is (--raw) for runs of recipe=pretrain and plain folders
 the chat template (--chat) for all other runs and for folders that bring a template of their own.
 A line of --prompts is {"prompt": "..."}, {"messages": [...]} or {"tokens": [...]}, and may have an id, tools,
 and options of its own: max_tokens, temperature, top_p, top_k, min_p, stop, seed, thinking, budget.
+Rows of `prep prompts` are such lines: what else they hold is not read.
 """
 
 

@@ -200,14 +200,21 @@ def _command(line: str, asked: argparse.Namespace, dialog: Dialog | None) -> boo
         return True
     if word == "/reset" and dialog:
         dialog.ids = []
-        print("a new conversation", file=sys.stderr)
+        _note("a new conversation")
     elif word == "/thinking" and rest in MODES and dialog:
         asked.thinking = rest
+        _note(f"thinking {rest}")
     elif word == "/budget" and rest.isdecimal() and dialog:
         asked.budget = int(rest) or None
+        thinks = "" if MODES[asked.thinking].thinking else ", of use after /thinking regular"
+        _note(f"budget {asked.budget} tokens of thoughts{thinks}" if asked.budget else "no budget")
     else:
         print(HELP, file=sys.stderr)
     return False
+
+
+def _note(text: str) -> None:
+    print(f"{FAINT}{text}{PLAIN}" if sys.stderr.isatty() else text, file=sys.stderr)
 
 
 def _say_kind(loaded: Loaded) -> None:

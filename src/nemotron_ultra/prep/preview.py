@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from nemotron_ultra.config.command import Parser
+from nemotron_ultra.config.command import Parser, plural
 from nemotron_ultra.data.chat import load_template
 from nemotron_ultra.data.preview import (
     Piece,
@@ -22,7 +22,7 @@ from nemotron_ultra.data.preview import (
 )
 from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.data.training_rows import MaskOptions
-from nemotron_ultra.errors import NemotronError
+from nemotron_ultra.errors import ConfigError, NemotronError
 from nemotron_ultra.observe.masks_page import write_masks_page
 from nemotron_ultra.prep.prompts import positive
 from nemotron_ultra.prep.text import whole_number
@@ -32,6 +32,7 @@ Show conversations as training sees them: of a folder made by `prep sft` (or any
 (.jsonl, .parquet) with the masks that `prep sft` would make. Trained text is coloured, or stands in [[ ]]
 where the output is no terminal.
 """
+MOST = 8
 _TRAINED, _SPECIAL, _DIM, _HEAD, _END = "\x1b[1;32m", "\x1b[36m", "\x1b[2m", "\x1b[1m", "\x1b[0m"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -39,13 +40,15 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
+        if arguments.html is not None and arguments.conversations is not None:
+            raise ConfigError("--conversations is for the terminal", got="--html, which shows all of them")
         shown = read(arguments)
         if arguments.html is not None:
             print(f"page: {write_masks_page(shown, arguments.html)}")
         else:
             colour = sys.stdout.isatty() if arguments.color == "auto" else arguments.color == "always"
             encoding = sys.stdout.encoding or "utf-8"
-            for line in lines(shown, colour):
+            for line in lines(shown, colour, arguments.conversations):
                 print(line.encode(encoding, "backslashreplace").decode(encoding))
     except BrokenPipeError:  # `| head` has seen enough
         sys.stderr.close()
@@ -67,8 +70,12 @@ def read(arguments: argparse.Namespace) -> Preview:
     return preview_chats(path, template, options, messages_field=arguments.messages_field, **some)
 
 
-def lines(preview: Preview, colour: bool) -> Iterator[str]:
-    """The text for a terminal, with or without colours."""
+def lines(preview: Preview, colour: bool, most: int | None = None) -> Iterator[str]:
+    """The text for a terminal, with or without colours. most: conversations in all, one of each group at
+    least; None for 8 of packs and all of chats.
+    """
+    most = MOST if most is None and preview.kind == "packs" else most
+    each = None if most is None else max(1, most // max(len(preview.groups), 1))
     yield _paint(f"{preview.name}  ({preview.kind})", _HEAD, colour)
     yield "; ".join(f"{key} {value}" for key, value in preview.facts)
     mark = _paint("trained", _TRAINED, colour) if colour else "[[trained]]"
@@ -76,11 +83,15 @@ def lines(preview: Preview, colour: bool) -> Iterator[str]:
     for group in preview.groups:
         yield ""
         yield _paint(f"=== {_group_head(group)} ===", _HEAD, colour)
-        for number, row in enumerate(group.rows, 1):
+        for number, row in enumerate(group.rows[:each], 1):
             about = f", {row.about}" if row.about else ""
             head = f"--- {number} of {len(group.rows)}{about}: {row.tokens:,} tokens, {row.trained:,} trained"
             yield _paint(head, _HEAD, colour)
             yield _row_text(row, colour)
+        left = 0 if each is None else len(group.rows) - each
+        if left > 0:
+            about = f"{left:,} more {plural(left, 'conversation')}: --conversations N, or --html FILE for all"
+            yield _paint(f"--- {about}", _DIM, colour)
     if preview.dropped:
         yield ""
         yield _paint("=== not usable ===", _HEAD, colour)
@@ -127,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     add, masks = parser.add_argument, MaskOptions()
     add("path", type=Path, metavar="PATH", help="folder of packs, packed parquet, or chats")
     add("--rows", type=positive, default=2, metavar="N", help="packs or chats to show (2)")
+    add("--conversations", type=positive, metavar="N", help=f"most to show of packs, in all ({MOST})")
     add("--start", type=whole_number, default=0, metavar="I", help="the first one to show (0)")
     add("--tokens", type=positive, default=2000, metavar="N", help="most tokens of a conversation (2000)")
     add("--html", type=Path, metavar="FILE", help="write a page instead")

@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import Timeout
 
-from nemotron_ultra.config.command import Parser, say
+from nemotron_ultra.config.command import Parser, plural, say
 from nemotron_ultra.data.chat import load_template
 from nemotron_ultra.data.inputs import with_digests
 from nemotron_ultra.data.json_rows import find_row_files
@@ -35,6 +35,7 @@ INPUT is any mix of .jsonl (.gz .bz2 .xz .zst too), .parquet and folders of them
 
 Nothing is left out without a count and the first places (FILE:LINE) in the manifest.
 """
+ANSWER = "python -m nemotron_ultra.generate runs/sft"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,13 +95,15 @@ def summary(out: Path, manifest: dict[str, Any], was_there: bool) -> list[str]:
     lines = [f"{out}: already complete with these inputs, nothing to do"] if was_there else []
     for split, row in manifest["splits"].items():
         domains = ", ".join(f"{name} {count:,}" for name, count in sorted(row["domains"].items()))
-        lines.append(f"{split:<6}{row['prompts']:>10,} prompts  {domains}")
+        lines.append(f"{split:<6}{row['prompts']:>10,} {plural(row['prompts'], 'prompt'):<7}  {domains}")
     names = ", ".join(f"{name} {count:,}" for name, count in sorted(manifest["environments"].items()))
     lines.append(f"environments: {names}")
     if manifest["invalid_utf8"]:
-        lines.append(f"{manifest['invalid_utf8']:,} rows held invalid UTF-8; those bytes became U+FFFD")
+        rows = plural(manifest["invalid_utf8"], "row")
+        lines.append(f"{manifest['invalid_utf8']:,} {rows} held invalid UTF-8; those bytes became U+FFFD")
     for reason, count in sorted(manifest["dropped"].items(), key=lambda item: -item[1]):
         lines.append(f"dropped {count:,}: {reason} (first: {manifest['examples'][reason][0]})")
+    lines.append(f"answer them: {ANSWER} --prompts {out / 'train.jsonl'} --out answers.jsonl")
     return lines
 
 

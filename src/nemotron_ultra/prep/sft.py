@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from nemotron_ultra.config.command import Parser, say
+from nemotron_ultra.config.command import Parser, plural, say
 from nemotron_ultra.data.chat import load_template
 from nemotron_ultra.data.inputs import PART_BYTES, parquet_module
 from nemotron_ultra.data.reasoning import ReasoningOptions
@@ -40,7 +40,7 @@ The same command again goes on where it was stopped, and says so where it was fi
 """
 LATE = 0.99  # a source that runs out after this is told of as if it had not
 SIZES = ("max-length", "shard-tokens", "group-tokens")
-TRAIN = "python -m nemotron_ultra.train recipe=sft tasks=null"
+TRAIN = "python -m nemotron_ultra.train recipe=sft run.name=chats tasks=null"
 
 
 class ChatProgress:
@@ -130,7 +130,7 @@ def summary(out: Path, manifest: dict[str, Any], was_there: bool, resumed: int) 
     """What a person wants to know at the end."""
     lines = [f"{out}: already complete with these inputs, nothing to do"] if was_there else []
     if resumed:
-        lines.append(f"{resumed} parts were finished by an earlier run")
+        lines.append(f"{resumed} {plural(resumed, 'part')} finished by an earlier run")
     splits = {"train": manifest["splits"]["train"]}
     splits |= {f"valid {name}": row for name, row in manifest["splits"]["valid"].items()}
     wide = max(map(len, splits))
@@ -144,7 +144,8 @@ def summary(out: Path, manifest: dict[str, Any], was_there: bool, resumed: int) 
             first = source["examples"].get(reason, ["?"])[0]
             lines.append(f"  dropped {counts['count']:,}{tokens}: {reason} (first: {first})")
     if manifest["invalid_utf8"]:
-        lines.append(f"{manifest['invalid_utf8']:,} rows held invalid UTF-8; those bytes became U+FFFD")
+        rows = plural(manifest["invalid_utf8"], "row")
+        lines.append(f"{manifest['invalid_utf8']:,} {rows} held invalid UTF-8; those bytes became U+FFFD")
     tokenizer = manifest["tokenizer"]["name"]
     options = "" if tokenizer == "builtin" else f" data.tokenizer={tokenizer}"
     length = manifest["packer"]["max_length"]
@@ -155,7 +156,9 @@ def summary(out: Path, manifest: dict[str, Any], was_there: bool, resumed: int) 
 
 
 def _split_line(row: dict[str, Any]) -> str:
-    counts = f"{row['packs']:>10,} packs  {row['rows']:>12,} rows  {row['tokens']:>14,} tokens"
+    packs = f"{row['packs']:>10,} {plural(row['packs'], 'pack'):<5}"
+    rows = f"{row['rows']:>12,} {plural(row['rows'], 'row'):<4}"
+    counts = f"{packs}  {rows}  {row['tokens']:>14,} tokens"
     trained = 100 * row["trained"] / max(row["tokens"], 1)
     return f"{counts}  {trained:5.1f} % trained  fill {100 * row['fill']:.2f} %"
 
@@ -169,8 +172,9 @@ def _source_line(name: str, source: dict[str, Any], manifest: dict[str, Any]) ->
     weighted = len({other["weight"] for other in manifest["sources"].values()}) > 1
     if weighted and ended < LATE:
         more += f", ran out after {100 * ended:.0f} % of the draws"
+    rows, kept = source["rows_in"], source["conversations"]
     return (
-        f"{name}: {source['rows_in']:,} rows in, {source['conversations']:,} conversations kept, "
+        f"{name}: {rows:,} {plural(rows, 'row')} in, {kept:,} {plural(kept, 'conversation')} kept, "
         f"{share:.1f} % of the training tokens{more}"
     )
 

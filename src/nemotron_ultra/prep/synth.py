@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import Timeout
 
-from nemotron_ultra.config.command import Parser, say
+from nemotron_ultra.config.command import Parser, plural, say
 from nemotron_ultra.data.inputs import find_files
 from nemotron_ultra.data.synthetic.endpoint import EndpointOptions
 from nemotron_ultra.data.synthetic.gym import DEFAULT, Spec
@@ -116,7 +116,8 @@ def summary(out: Path, manifest: dict[str, Any], was_there: bool) -> list[str]:
         for reason, count in sorted(step["dropped"].items(), key=lambda item: -item[1]):
             lines.append(f"         {count:>9,} left out: {reason} (first: {step['examples'][reason][0]})")
     families = ", ".join(f"{name} {count:,}" for name, count in manifest["families"].items())
-    lines.append(f"{manifest['samples']:,} samples ({families}), {manifest['reasoned']:,} with worked steps")
+    samples = f"{manifest['samples']:,} {plural(manifest['samples'], 'sample')}"
+    lines.append(f"{samples} ({families}), {manifest['reasoned']:,} with worked steps")
     domains = sorted(manifest["domains"].items(), key=lambda item: -item[1])
     shown = ", ".join(f"{name} {count:,}" for name, count in domains[:12])
     lines.append(f"domains: {shown}" + (f", {len(domains) - 12} more" if len(domains) > 12 else ""))

@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from nemotron_ultra.config.command import Parser, say
+from nemotron_ultra.config.command import Parser, plural, say
 from nemotron_ultra.data.documents import Reading
 from nemotron_ultra.data.hf_rows import RowStream, StreamName
 from nemotron_ultra.data.inputs import STREAM_PREFIX, Part, find_files, fingerprint, make_parts, with_digests
@@ -91,12 +91,11 @@ def summary(out: Path, manifest: dict[str, Any], was_there: bool, resumed: int) 
     tokenizer = manifest["tokenizer"]["name"]
     lines = [f"{out}: already complete with these inputs, nothing to do"] if was_there else []
     if resumed:
-        lines.append(f"{resumed} parts were finished by an earlier run")
+        lines.append(f"{resumed} {plural(resumed, 'part')} finished by an earlier run")
     for split, row in manifest["splits"].items():
         ratio = row["bytes"] / max(row["tokens"] - row["documents"], 1)
-        counts = (
-            f"{row['documents']:>10,} documents  {row['tokens']:>14,} tokens  {row['bytes'] / 1e6:>10,.1f} MB"
-        )
+        documents = f"{row['documents']:>10,} {plural(row['documents'], 'document'):<9}"
+        counts = f"{documents}  {row['tokens']:>14,} tokens  {row['bytes'] / 1e6:>10,.1f} MB"
         lines.append(f"{split:<6}{counts}  {ratio:.2f} bytes/token")
     if not manifest["splits"]["valid"]["documents"]:
         lines.append(EMPTY_VALID)
@@ -104,7 +103,10 @@ def summary(out: Path, manifest: dict[str, Any], was_there: bool, resumed: int) 
         note = f"first {manifest['xz_bytes'] / 1e6:.1f} MB of the validation text"
         lines.append(f"xz needs {manifest['xz_bits_per_byte']:.3f} bits per byte on the {note}")
     if manifest["invalid_utf8"]:
-        lines.append(f"{manifest['invalid_utf8']:,} documents held invalid UTF-8; those bytes became U+FFFD")
+        documents = plural(manifest["invalid_utf8"], "document")
+        lines.append(
+            f"{manifest['invalid_utf8']:,} {documents} held invalid UTF-8; those bytes became U+FFFD"
+        )
     for reason, count in manifest["dropped"].items():
         first = manifest["examples"].get(reason, ["?"])[0]
         lines.append(f"dropped {count:,}: {reason} (first: {first})")
