@@ -145,11 +145,13 @@ def test_terminal_with_and_without_colour(chats, capsys):
 
 def test_the_terminal_shows_a_few_conversations_of_packs(packs, capsys):
     whole = preview_packs(packs, count=1).groups[0].rows
-    assert main(["preview", str(packs), "--rows", "1", "--conversations", "2"]) == 0
+    assert main(["preview", str(packs), "--rows", "1", "--conversations", "1"]) == 0
     out = capsys.readouterr().out
-    assert out.count("\n--- ") == 3 and f"--- 2 of {len(whole)}," in out
-    assert f"--- {len(whole) - 2} more conversation" in out
-    assert main(["preview", str(packs), "--rows", "1", "--conversations", "999"]) == 0
+    assert out.count("\n--- ") == 2 and f"--- 1 of {len(whole)}," in out
+    assert len(whole) == 2 and "--- 1 more conversation: --conversations N" in out
+    assert main(["preview", str(packs), "--rows", "8"]) == 0  # one of each
+    assert capsys.readouterr().out.count("more conversation") > 4
+    assert main(["preview", str(packs), "--rows", "8", "--conversations", "999"]) == 0
     assert "more conversation" not in capsys.readouterr().out
     assert main(["preview", str(packs), "--conversations", "2", "--html", "x.html"]) == 2
 
