@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemotron_ultra.config import check, schema
-from nemotron_ultra.config.command import Parser, is_run
+from nemotron_ultra.config.command import Parser, check_folder, is_run
 from nemotron_ultra.config.compose import (
     load_recipe,
     options,
@@ -83,10 +83,7 @@ def configuration(folder: Path, overrides: Sequence[str], own: Path | None = Non
     """
     recipes = [word.removeprefix("recipe=") for word in overrides if word.startswith("recipe=")]
     words = [word for word in overrides if not word.startswith("recipe=")]
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is not a folder", do="name a run, such as runs/grpo, or a folder of weights"
-        )
+    check_folder(folder)
     if recipes:
         return load_recipe(recipes[-1], words, own)
     if not is_run(folder):

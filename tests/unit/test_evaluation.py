@@ -158,7 +158,8 @@ def test_command_gives_a_run_without_tasks_some(tmp_path, model, capsys):
     ("words", "said"),
     [
         (["{}/nowhere"], "is not a folder"),
-        (["{}"], "is not a run: it has no config.yaml"),
+        (["{}"], "holds runs and is none itself; name one: "),
+        (["{}/weights"], "is not a run: it has no config.yaml"),
         (["{}/sft", "tasks=pzzles"], "tasks: no option 'pzzles' (did you mean 'puzzles'?)"),
         (["{}/sft", "tasks.validation_problms=3"], "tasks.validation_problms: unknown key"),
         (["{}/sft", "steps"], "steps: not an override"),
@@ -166,6 +167,7 @@ def test_command_gives_a_run_without_tasks_some(tmp_path, model, capsys):
 )
 def test_command_mistakes(tmp_path, words, said, capsys):
     (tmp_path / "sft").mkdir()
+    (tmp_path / "weights").mkdir()
     (tmp_path / "sft" / "config.yaml").write_text(to_yaml(config(tmp_path)))
     (tmp_path / "sft" / "run.json").write_text("{}")
     assert command.main([word.format(tmp_path) for word in words]) == 2

@@ -291,8 +291,10 @@ def test_a_folder_of_runs_names_them(tmp_path, monkeypatch, capsys, words, said)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     for name in ("config.yaml", "run.json"):
         (tmp_path / "runs" / "mine" / name).write_text("{}")
-    assert cli.main([*words, "--prompt", "x"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {said}")
+    for status in (cli.main([*words, "--prompt", "x"]), evaluate.main(words)):
+        assert status == 2
+    first, second = capsys.readouterr().err.splitlines(keepends=True)
+    assert first == second and first.startswith(f"error: {said}")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nemotron_ultra.errors import ConfigError
+
 SHOWN_RUNS = 6
 
 
@@ -65,6 +67,16 @@ def runs_in(folder: Path) -> str:
     found.sort(key=lambda run: (run / "run.json").stat().st_mtime, reverse=True)
     more = f" and {len(found) - SHOWN_RUNS} more" if len(found) > SHOWN_RUNS else ""
     return ", ".join(map(str, found[:SHOWN_RUNS])) + more
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError for what can be neither a run nor weights, with the runs that are near."""
+    if not folder.is_dir():
+        there = runs_in(folder.parent)
+        do = f"name one of the runs there ({there})" if there else "name the folder of a run"
+        raise ConfigError(f"{folder} is not a folder", do=f"{do}, or a folder of weights")
+    if not is_run(folder) and not (folder / "config.json").is_file() and (there := runs_in(folder)):
+        raise ConfigError(f"{folder} holds runs and is none itself", do=f"name one: {there}")
 
 
 def say(lines: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ import math
 import sys
 from pathlib import Path
 
-from nemotron_ultra.config.command import Parser, is_run, runs_in
+from nemotron_ultra.config.command import Parser, check_folder
 from nemotron_ultra.errors import ConfigError, DataError
 
 HELP = """\
@@ -113,7 +113,7 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
 
 def checked(asked: argparse.Namespace) -> str:
     """ "prompt", "prompts", "serve" or "talk". Raises ConfigError and DataError for what cannot be."""
-    _check_folder(asked.folder)
+    check_folder(asked.folder)
     kind = "serve" if asked.serve else "prompts" if asked.prompts else "prompt"
     if kind == "prompt" and asked.prompt is None:
         kind = "talk"
@@ -131,15 +131,6 @@ def checked(asked: argparse.Namespace) -> str:
     if asked.raw and (asked.thinking != "off" or asked.system):
         raise ConfigError("--thinking and --system belong to the chat template", got="--raw")
     return kind
-
-
-def _check_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        there = runs_in(folder.parent)
-        do = f"name one of the runs there ({there})" if there else "name the folder of a run"
-        raise ConfigError(f"{folder} is not a folder", do=f"{do}, or a folder of weights")
-    if not is_run(folder) and not (folder / "config.json").is_file() and (there := runs_in(folder)):
-        raise ConfigError(f"{folder} holds runs and is none itself", do=f"name one: {there}")
 
 
 def _count(text: str) -> int:
