@@ -8,6 +8,7 @@ import torch
 from drafting import agreeing_model
 from micro import micro_model
 from nemotron_ultra.config.precision import PrecisionConfig, PrecisionRule
+from nemotron_ultra.errors import BackendError
 from nemotron_ultra.generation import generate
 from nemotron_ultra.generation.drafter import Drafter
 from nemotron_ultra.model.cache import Cache
@@ -202,3 +203,11 @@ def test_a_compiler_that_fails_is_a_warning(monkeypatch, tmp_path):
         assert kernels.library() is None
     kernels.library.cache_clear()
     assert list((tmp_path / "nemotron_ultra").iterdir()) == []
+
+
+def test_a_misspelt_switch_is_an_error(monkeypatch):
+    monkeypatch.setenv(kernels.SWITCH, "trch")
+    kernels.library.cache_clear()
+    with pytest.raises(BackendError, match="NEMOTRON_ULTRA_DECODE; got 'trch'; allowed: compiled, torch"):
+        kernels.library()
+    kernels.library.cache_clear()

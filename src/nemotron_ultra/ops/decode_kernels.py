@@ -21,6 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nemotron_ultra.errors import BackendError
+
 SOURCE = Path(__file__).parent / "csrc" / "decode.c"
 SWITCH = "NEMOTRON_ULTRA_DECODE"
 MOST_ROWS = 256  # rows of one call, as in the source
@@ -90,9 +92,14 @@ def compiler() -> str | None:
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None: there is no compiler, it fails (with a warning), or SWITCH says so."""
-    command = compiler()
-    if os.environ.get(SWITCH) == "torch" or command is None:
+    """The compiled kernels; None: there is no compiler, it fails (with a warning), or SWITCH says so.
+
+    Raises BackendError for another value of SWITCH.
+    """
+    command, asked = compiler(), os.environ.get(SWITCH, "")
+    if asked not in ("", "compiled", "torch"):
+        raise BackendError(f"variable {SWITCH}", got=repr(asked), allowed="compiled, torch, or unset")
+    if asked == "torch" or command is None:
         return None
     try:
         return _loaded(command)
