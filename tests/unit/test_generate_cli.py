@@ -197,12 +197,12 @@ def test_a_full_conversation_says_so(run, monkeypatch):
 
 def test_an_interrupt_ends_an_answer_between_rounds():
     with Interrupt() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # at once, in this thread, whatever others there are
         assert stop.asked
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("thinking", ["off", "medium"])

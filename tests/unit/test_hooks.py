@@ -2,7 +2,6 @@
 
 import io
 import math
-import os
 import signal
 
 import numpy as np
@@ -112,7 +111,7 @@ def test_signals_save_and_stop(name):
     before = signal.getsignal(getattr(signal, name))
     hook.start()
     try:
-        os.kill(os.getpid(), getattr(signal, name))
+        signal.raise_signal(getattr(signal, name))
         with pytest.raises(SavedOnSignal) as caught:
             hook.after_step(7, {})
     finally:
@@ -125,9 +124,9 @@ def test_a_second_interrupt_stops_at_once():
     hook = Signals(Checkpoint(lambda: None, Every(0, 100)))
     hook.start()
     try:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     finally:
         hook.finish()
 
