@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +18,8 @@ from nemotron_ultra.data.json_rows import find_row_files
 from nemotron_ultra.data.prompt_rows import Prompt
 from nemotron_ultra.data.prompts import Length, PromptOptions, prepare_prompts
 from nemotron_ultra.data.tokenizer import load_tokenizer
-from nemotron_ultra.errors import ConfigError, DataError, NemotronError
+from nemotron_ultra.errors import ConfigError, DataError
+from nemotron_ultra.prep.guard import guarded
 from nemotron_ultra.prep.held_out import add_options, held_out_files, locked
 from nemotron_ultra.prep.text import fraction
 
@@ -39,19 +39,7 @@ ANSWER = "python -m nemotron_ultra.generate runs/sft"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    try:
-        return run(arguments)
-    except NemotronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        full = f"; make room for {arguments.out}" if error.errno == errno.ENOSPC else ""
-        print(f"error: {error}{full}; the same command begins again", file=sys.stderr)
-        return DataError.exit_code
-    except KeyboardInterrupt:
-        print("\nstopped; the same command begins again", file=sys.stderr)
-        return 130
+    return guarded(run, _parser().parse_args(argv), "the same command begins again")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +21,8 @@ from nemotron_ultra.data.sft_prepare import ChatJob, prepare_chats
 from nemotron_ultra.data.sft_sources import FORM, SourceSpec, open_sources, read_specs
 from nemotron_ultra.data.tokenizer import load_tokenizer
 from nemotron_ultra.data.training_rows import MaskOptions
-from nemotron_ultra.errors import DataError, NemotronError
+from nemotron_ultra.errors import DataError
+from nemotron_ultra.prep.guard import guarded
 from nemotron_ultra.prep.progress import Progress
 from nemotron_ultra.prep.text import RESUMES, fraction, make_folder, whole_number, worker_count
 
@@ -77,19 +76,7 @@ class _Writing(Progress):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    try:
-        return run(arguments)
-    except NemotronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        full = f"; make room for {arguments.out}" if error.errno == errno.ENOSPC else ""
-        print(f"error: {error}{full}; {RESUMES}", file=sys.stderr)
-        return DataError.exit_code
-    except KeyboardInterrupt:
-        print(f"\nstopped; {RESUMES}", file=sys.stderr)
-        return 130
+    return guarded(run, _parser().parse_args(argv), RESUMES)
 
 
 def run(arguments: argparse.Namespace) -> int:

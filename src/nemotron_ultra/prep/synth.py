@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import math
 import sys
 import time
@@ -21,7 +20,8 @@ from nemotron_ultra.data.synthetic.pipeline import SynthOptions, synthesize
 from nemotron_ultra.data.synthetic.shapes import FAMILIES, FEWEST, LETTERS
 from nemotron_ultra.data.synthetic.steps import Receipt, Report
 from nemotron_ultra.data.synthetic.topics import built_in, read_topics
-from nemotron_ultra.errors import ConfigError, DataError, NemotronError
+from nemotron_ultra.errors import ConfigError, DataError
+from nemotron_ultra.prep.guard import guarded
 from nemotron_ultra.prep.held_out import add_options, held_out_files, locked
 from nemotron_ultra.prep.prompts import positive, share
 from nemotron_ultra.prep.text import whole_number
@@ -42,19 +42,7 @@ RESUMES = "finished work is kept, the same command goes on from it"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    try:
-        return run(arguments)
-    except NemotronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        full = f"; make room for {arguments.out}" if error.errno == errno.ENOSPC else ""
-        print(f"error: {error}{full}; {RESUMES}", file=sys.stderr)
-        return DataError.exit_code
-    except KeyboardInterrupt:
-        print(f"\nstopped; {RESUMES}", file=sys.stderr)
-        return 130
+    return guarded(run, _parser().parse_args(argv), RESUMES)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import re
 import sys
@@ -20,7 +19,8 @@ from nemotron_ultra.data.inputs import STREAM_PREFIX, Part, find_files, fingerpr
 from nemotron_ultra.data.parts import Options
 from nemotron_ultra.data.prepare import Job, prepare
 from nemotron_ultra.data.tokenizer import load_tokenizer
-from nemotron_ultra.errors import DataError, NemotronError
+from nemotron_ultra.errors import DataError
+from nemotron_ultra.prep.guard import guarded
 from nemotron_ultra.prep.progress import Progress
 
 HELP = """\
@@ -47,19 +47,7 @@ RESUMES = "finished parts are kept, the same command goes on from them"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    try:
-        return run(arguments)
-    except NemotronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        full = f"; make room for {arguments.out}" if error.errno == errno.ENOSPC else ""
-        print(f"error: {error}{full}; {RESUMES}", file=sys.stderr)
-        return DataError.exit_code
-    except KeyboardInterrupt:
-        print(f"\nstopped; {RESUMES}", file=sys.stderr)
-        return 130
+    return guarded(run, _parser().parse_args(argv), RESUMES)
 
 
 def run(arguments: argparse.Namespace) -> int:
