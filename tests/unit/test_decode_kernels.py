@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from drafting import agreeing_model
 from micro import micro_model
@@ -12,6 +13,7 @@ from nemotron_ultra.errors import BackendError
 from nemotron_ultra.generation import generate
 from nemotron_ultra.generation.drafter import Drafter
 from nemotron_ultra.model.cache import Cache
+from nemotron_ultra.model.draft import Drafts
 from nemotron_ultra.model.hybrid import HybridLM, apply_head
 from nemotron_ultra.ops import decode_kernels as kernels
 from nemotron_ultra.precision.apply import apply_policy
@@ -114,8 +116,12 @@ def test_greedy_ids_with_their_logprobs(usable):
     ("rows", "changes"), [(1, {}), (3, {"mtp_pattern": "*-*"}), (7, {"vocab_size": 131})]
 )
 def test_drafts_in_one_call_are_those_one_by_one(rows, changes):
-    """Rows take in different numbers of pairs; what they draft is forgotten."""
+    """Rows take in different numbers of pairs; what they draft is forgotten. Bytes hold these weights."""
     model, caches = agreeing_model(torch.float32, **changes), []
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1 and name.startswith(("mtp", "lm_head")):
+            scale = weight.abs().amax(-1, keepdim=True) / 127
+            weight.copy_((weight / scale).round_() * scale)
     for pick in (None, lambda logits_BV, number: logits_BV.argmax(-1)):
         draw, drafter = torch.Generator().manual_seed(rows), Drafter(model, rows, 300, 64)
         prompts = [torch.arange(3, 9 + row) for row in range(rows)]
@@ -134,6 +140,32 @@ def test_drafts_in_one_call_are_those_one_by_one(rows, changes):
     for row, length in enumerate(one.lengths):
         for a, b in zip(one.layers[0].tensors(), other.layers[0].tensors(), strict=True):
             assert torch.allclose(a[row, :, :length], b[row, :, :length], atol=1e-5)
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["lm_head", "mtp.layers.0.mixer.v_proj", "mtp.layers.1.mixer.experts"])
+def test_drafts_follow_new_weights(part):
+    """Weights changed in place between two rounds: what is drafted then, new weights alone draft."""
+    models = [drawn(), drawn()]
+    makers = [Drafts(model, 64) for model in models]
+    draw = torch.Generator().manual_seed(3)
+    pairs = torch.randn(2, 4, 32, generator=draw), torch.randint(64, (2, 4), generator=draw)
+
+    def drafted(number: int) -> tuple[Tensor, Cache]:
+        cache = models[number].new_cache(2, 60, pattern=models[number].config.mtp_pattern)
+        cache.admit_new(2)
+        return makers[number].run(cache, *pairs, [4, 3], 6), cache
+
+    before, _ = drafted(0)
+    for model in models:
+        for name, weight in model.named_parameters():
+            if name.startswith(part):
+                weight.mul_(-300)
+    (found, cache), (expected, other) = drafted(0), drafted(1)
+    assert torch.equal(found, expected) and not torch.equal(found, before)
+    for a, b in zip(cache.layers[0].tensors(), other.layers[0].tensors(), strict=True):
+        assert torch.equal(a[:, :, :3], b[:, :, :3])
 
 
 @needs_compiler

@@ -1,7 +1,8 @@
 """All drafts of a round in one call: d_j = argmax head(g_j), g_j = MTP(e(d_{j-1}), g_{j-1}) (report 2.1).
 
-The head is read as bytes, with a scale for each row: drafts are checked anyway, and it is the most of what a
-draft reads. For a model in float32 on a CPU whose MTP layers all run in `ops/decode_kernels`.
+The matrices of the MTP module and the head are read as bytes, with a scale for each row: drafts are checked
+anyway, and reading weights is the most of what a draft costs. The copies take a quarter of what they are made
+of. For a model in float32 on a CPU whose MTP layers all run in `ops/decode_kernels`.
 """
 
 from __future__ import annotations
@@ -17,42 +18,97 @@ from nemotron_ultra.model.plan import PLAIN, DecodePlan, Pool, plan_of
 from nemotron_ultra.ops import decode_kernels as kernels
 
 
-class DraftPlan:
-    """Where the tensors of a model's MTP module lie, and memory to draft with."""
+class ByteWeights:
+    """int8 copies of weights [..., n, k] as they were: w = scale * code, a scale for each row."""
 
-    def __init__(self, model: HybridLM, vocab_size: int):
+    def __init__(self, sources: list[Tensor]):
+        self.sources = [source.detach() for source in sources]
+        self.addresses = [source.data_ptr() for source in sources]
+        self.versions = [source._version for source in sources]
+        self.copies = [_bytes(source) for source in self.sources]
+        self.places = {address: number for number, address in enumerate(self.addresses)}
+
+    def are_of(self, sources: list[Tensor]) -> bool:
+        return (
+            list(map(Tensor.data_ptr, sources)) == self.addresses
+            and [source._version for source in sources] == self.versions
+        )
+
+    def of(self, matrix: kernels.Matrix) -> kernels.Matrix:
+        """The copy of a matrix; the same where there is none."""
+        if matrix.data not in self.places:
+            return matrix
+        codes, scale = self.copies[self.places[matrix.data]]
+        return kernels.Matrix(codes.data_ptr(), scale.data_ptr(), matrix.bias, matrix.outs)
+
+
+def _bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., n, k] -> codes in -127..127, scale [..., n]."""
+    scale = weight.abs().amax(-1, keepdim=True).clamp_(min=1e-30) / 127
+    return (weight / scale).round_().to(torch.int8), scale.squeeze(-1).contiguous()
+
+
+_copies: WeakKeyDictionary[HybridLM, ByteWeights] = WeakKeyDictionary()
+
+
+class DraftPlan:
+    """Where the tensors of a model's MTP module lie, and memory to draft with.
+
+    layers: how its layers run with a cache. `fits`: whether it can run at all.
+    """
+
+    def __init__(self, model: HybridLM, layers: DecodePlan, vocab_size: int):
+        self.layers, self.vocab_size, self.pool = layers, vocab_size, Pool()
         block, last = model.mtp.layers[0], model.mtp.layers[-1]
-        self.vocab_size, join = vocab_size, block.eh_proj
         tensors = {
             "embedding": model.backbone.embeddings.weight,
             "embedded_norm": block.enorm.weight,
             "hidden_norm": block.hnorm.weight,
-            "join": join.weight,
-            "join_bias": getattr(join, "bias", None),
             "last_norm": last.final_layernorm.weight,
         }
-        head_VD = model.lm_head.weight
-        self.fits = join.product in PLAIN and kernels.fits(head_VD, *tensors.values())
-        if self.fits:
-            tensors["head"], tensors["scale"] = _bytes_of(model)
-        self.width, self.what = join.weight.shape[0], kernels.Draft(count=len(model.mtp.layers))
+        join, head_VD = block.eh_proj, model.lm_head.weight
+        bias = getattr(join, "bias", None)
+        self.tensors = [*tensors.values()] + ([] if bias is None else [bias])
+        self.fits = join.product in PLAIN and kernels.fits(head_VD, join.weight, *self.tensors)
+        self.addresses = list(map(Tensor.data_ptr, self.tensors))
+        self.sources = [head_VD, join.weight, *(w for entry in layers.fitting for w in entry.matrices)]
+        self.width = len(join.weight)
+        if not self.fits:
+            return
+        copies = _copies.get(model)
+        if copies is None or not copies.are_of(self.sources):
+            copies = _copies[model] = ByteWeights(self.sources)
+        self.copies = copies
+        self.structs = (kernels.Layer * len(layers.structs))(*map(self._lowered, layers.structs))
+        self.what = kernels.Draft(layers=kernels.start(self.structs), count=len(self.structs))
         for name, tensor in tensors.items():
-            setattr(self.what, name, kernels.address(tensor))
+            setattr(self.what, name, tensor.data_ptr())
+        self.what.join = copies.of(kernels.matrix(join.weight, bias=bias))
+        self.what.head = copies.of(kernels.matrix(head_VD))
+        self.what.head.outs = vocab_size
         eps = (block.enorm.eps, block.hnorm.eps, last.final_layernorm.eps)
         self.what.embedded_eps, self.what.hidden_eps, self.what.last_eps = eps
-        self.what.vocabulary = vocab_size
-        self.tensors = [tensor for tensor in tensors.values() if tensor is not None]
-        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
-        self.pool = Pool()
 
-    def is_still(self) -> bool:
-        return list(map(Tensor.data_ptr, self.tensors)) == self.addresses
+    def _lowered(self, layer: kernels.Layer) -> kernels.Layer:
+        lowered = kernels.Layer.from_buffer_copy(layer)
+        for place, matrix in enumerate(lowered.w):
+            lowered.w[place] = self.copies.of(matrix)
+        lowered.expert_up = self.copies.of(lowered.expert_up)
+        lowered.expert_down = self.copies.of(lowered.expert_down)
+        return lowered
 
-    def run(
-        self, plan: DecodePlan, hidden_BKD: Tensor, token_BK: Tensor, counts: list[int], drafts: int
-    ) -> Tensor:
+    def is_still(self, layers: DecodePlan) -> bool:
+        """Whether everything lies where it lay, and the copies are of the weights as they are."""
+        return (
+            layers is self.layers
+            and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
+            and (not self.fits or self.copies.are_of(self.sources))
+        )
+
+    def run(self, hidden_BKD: Tensor, token_BK: Tensor, counts: list[int], drafts: int) -> Tensor:
+        plan, what = self.layers, self.what
         rows, most, _ = hidden_BKD.shape
-        what, places = self.what, rows * most
+        places = rows * most
         sizes = (places * self.width, 2 * places * self.width, rows * self.width, rows * self.vocab_size)
         self.pool.grow(list(sizes))
         x, joined, last, logits = (buffer.data_ptr() for buffer in self.pool.buffers)
@@ -65,29 +121,13 @@ class DraftPlan:
         what.length, what.joined, what.last, what.logits = length_B.data_ptr(), joined, last, logits
         works = [plan.work(rows * most, most), plan.work(rows, 1)]
         for work in works:
-            work.x, work.length = x, length_B.data_ptr()
-        what.layers = kernels.start(plan.structs)
-        plan.pend(0, 0)
+            work.x, work.length, work.waits = x, length_B.data_ptr(), 0
         kernels.draft(what, *works)
         return out_BJ
 
 
-_heads: WeakKeyDictionary[HybridLM, tuple[tuple[int, int], Tensor, Tensor]] = WeakKeyDictionary()
-
-
-def _bytes_of(model: HybridLM) -> tuple[Tensor, Tensor]:
-    """Head as int8 [V, D] and scales [V], made anew when it has changed."""
-    weight_VD = model.lm_head.weight.detach()
-    key = (weight_VD.data_ptr(), model.lm_head.weight._version)
-    if model not in _heads or _heads[model][0] != key:
-        scale_V1 = weight_VD.abs().amax(1, keepdim=True).clamp_(min=1e-30) / 127
-        codes_VD = (weight_VD / scale_V1).round_().to(torch.int8)
-        _heads[model] = (key, codes_VD, scale_V1[:, 0].contiguous())
-    return _heads[model][1:]
-
-
 class Drafts:
-    """`DraftPlan` of a model, made anew when its tensors have moved."""
+    """`DraftPlan` of a model, made anew when its tensors have moved or changed."""
 
     def __init__(self, model: HybridLM, vocab_size: int):
         self.model, self.vocab_size = model, vocab_size
@@ -104,12 +144,12 @@ class Drafts:
         layers = plan_of(self.model.mtp.layers, cache, rows * most)
         if layers is None or not all(fast for *_, fast in layers.segments):
             return None
-        if self.plan is None or not self.plan.is_still():
-            self.plan = DraftPlan(self.model, self.vocab_size)
+        if self.plan is None or not self.plan.is_still(layers):
+            self.plan = DraftPlan(self.model, layers, self.vocab_size)
         if not self.plan.fits or not kernels.fits(hidden_BKD.contiguous()):
             return None
         assert max(cache.lengths) + most + drafts - 1 <= cache.capacity, "drafts do not fit their slots"
-        found = self.plan.run(layers, hidden_BKD, token_BK, counts, drafts)
+        found = self.plan.run(hidden_BKD, token_BK, counts, drafts)
         cache.open(counts)
         cache.close()
         return found

@@ -7,7 +7,6 @@ need no new plan; weights that move, or other products, do (`is_still`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,7 +24,6 @@ from nemotron_ultra.model.mlp import MLP
 from nemotron_ultra.ops import decode_kernels as kernels
 from nemotron_ultra.ops.experts import routed_experts
 from nemotron_ultra.ops.ssm_store import PlainStore
-from nemotron_ultra.ops.step import SsdTokens
 
 PLAIN = (plain_product, recycling_product)
 PADDING = 64  # floats between the work memory of threads
@@ -33,10 +31,14 @@ PADDING = 64  # floats between the work memory of threads
 
 @dataclass
 class Entry:
-    """One layer: what the kernels are told, the tensors that they read, and floats of work memory."""
+    """One layer: what the kernels are told, the tensors that they read, and floats of work memory.
+
+    matrices: those of `tensors` that may be read in lower precision where results are checked.
+    """
 
     layer: kernels.Layer
     tensors: list[Tensor]
+    matrices: list[Tensor]
     wide: int
     narrow: int = 0
     hidden: int = 0
@@ -84,9 +86,9 @@ class DecodePlan:
         self.width = layers[0].norm.weight.shape[0] if len(layers) else 0
         self.works: dict[tuple[int, int, int], kernels.Work] = {}
         self.work_pool = Pool()
-        self.kept: dict[tuple[int, int, int], list[Tensor]] = {}
-        self.kept_pools = [Pool() for _ in entries]
-        self.pending, self.latest = False, kernels.Work()
+        self.kept_pools = [Pool() for _ in entries]  # of Mamba layers: window and tokens, SsdTokens
+        self.reserved: set[tuple[int, int]] = set()
+        self.waits, self.latest = False, kernels.Work()
 
     def is_still(self, layers: nn.ModuleList) -> bool:
         """Whether these are its layers and all tensors lie where they lay."""
@@ -95,46 +97,32 @@ class DecodePlan:
     def run(self, x_MD: Tensor, tokens: int, first: int, last: int) -> None:
         """Layers of a fast segment on x [B * tokens, D], contiguous, in place."""
         work = self.work(len(x_MD), tokens)
-        self.latest = work
+        self.latest, work.waits = work, self.waits
         work.x, work.length = x_MD.data_ptr(), self.cache.length_B.data_ptr()
         kernels.run_layers(self.structs, first, last - first, work)
 
-    def pend(self, rows: int, tokens: int) -> None:
-        """Mamba layers keep what a commit needs and let their states be; tokens 0: their states move."""
-        if not tokens and not self.pending:
+    def begin(self, rows: int, tokens: int, *, waits: bool) -> None:
+        """Before new tokens. waits: Mamba layers keep what a commit needs and let their states be."""
+        self.waits = waits
+        if not waits or (rows, tokens) in self.reserved:
             return
-        self.pending = bool(tokens)
-        for number, entry in enumerate(self.entries):
-            state, struct = self.cache.layers[number], self.structs[number]
-            if entry is None or not isinstance(state, MambaState):
+        self.reserved.add((rows, tokens))
+        for entry, layer, pool, struct in zip(
+            self.entries, self.layers, self.kept_pools, self.structs, strict=True
+        ):
+            if entry is None or not isinstance(layer.mixer, Mamba2Mixer):
                 continue
-            full, *rest = memory = self._pending_memory(number, rows, tokens) if tokens else (None,) * 4
-            struct.full, struct.u, struct.b, struct.log_decay = map(kernels.address, memory)
-            state.pending = (full, SsdTokens(*rest)) if tokens else None
+            s, before = layer.mixer.sizes, layer.mixer.conv1d.weight.shape[-1] - 1
+            numbers = rows * tokens
+            kept = [numbers * s.inner, numbers * s.groups * s.state, numbers * s.heads]
+            if pool.grow([rows * (before + tokens) * s.channels, *kept]):
+                struct.full, struct.u, struct.b, struct.log_decay = map(Tensor.data_ptr, pool.buffers)
 
     def commit(self, keep_B: Tensor) -> None:
         """`MambaState.commit` of the layers that the kernels ran."""
-        if self.pending:
+        if self.waits:
             kernels.commit_layers(self.structs, self.latest, keep_B)
-            self.pend(0, 0)
-
-    def _pending_memory(self, number: int, rows: int, tokens: int) -> list[Tensor]:
-        """Window and tokens [B, T, C], and the tensors of SsdTokens."""
-        key, s = (number, rows, tokens), self.layers[number].mixer.sizes
-        if key not in self.kept:
-            window = self.cache.layers[number].window_BKC
-            shapes = [
-                (rows, window.shape[1] + tokens, s.channels),
-                (rows, tokens, s.heads, s.head_dim),
-                (rows, tokens, s.groups, s.state),
-                (rows, tokens, s.heads),
-            ]
-            pool = self.kept_pools[number]
-            if pool.grow([math.prod(shape) for shape in shapes]):
-                self.kept = {other: views for other, views in self.kept.items() if other[0] != number}
-            pairs = zip(pool.buffers, shapes, strict=True)
-            self.kept[key] = [buffer[: math.prod(shape)].view(shape) for buffer, shape in pairs]
-        return self.kept[key]
+            self.waits = False
 
     def work(self, rows: int, tokens: int) -> kernels.Work:
         threads = torch.get_num_threads()
@@ -162,7 +150,7 @@ def through(layers: nn.ModuleList, x_MD: Tensor, cache: Cache, tokens: int, *, w
     else:
         segments = plan.segments
         x_MD = x_MD.contiguous()
-        plan.pend(len(x_MD) // tokens, tokens if waits else 0)
+        plan.begin(len(x_MD) // tokens, tokens, waits=waits)
     for first, last, fast in segments:
         if fast:
             plan.run(x_MD, tokens, first, last)
@@ -213,9 +201,8 @@ def _matrices(layer: kernels.Layer, *linears: nn.Module | None) -> list[Tensor]:
     for place, linear in enumerate(linears):
         if linear is None:
             continue
-        layer.w[place], layer.outs[place] = linear.weight.data_ptr(), len(linear.weight)
         bias = getattr(linear, "bias", None)
-        layer.bias[place] = kernels.address(bias)
+        layer.w[place] = kernels.matrix(linear.weight, bias=bias)
         tensors += [linear.weight] + ([] if bias is None else [bias])
     return tensors
 
@@ -245,6 +232,7 @@ def _mamba(mixer: Mamba2Mixer, state: MambaState) -> Entry | None:
     return Entry(
         layer,
         tensors + [t for t in named.values() if t is not None],
+        [mixer.in_proj.weight, mixer.out_proj.weight],
         wide=len(mixer.in_proj.weight),
         narrow=s.inner,
         scratch=lambda rows: floats,
@@ -253,7 +241,8 @@ def _mamba(mixer: Mamba2Mixer, state: MambaState) -> Entry | None:
 
 def _attention(mixer: Attention, state: KeyValues) -> Entry | None:
     layer = kernels.Layer(kind=kernels.ATTENTION)
-    tensors = _matrices(layer, mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj)
+    linears = (mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.o_proj)
+    tensors = _matrices(layer, *linears)
     layer.key, layer.value = state.key_BGSP.data_ptr(), state.value_BGSP.data_ptr()
     layer.capacity, layer.groups, layer.head_dim = (
         state.key_BGSP.shape[2],
@@ -265,8 +254,9 @@ def _attention(mixer: Attention, state: KeyValues) -> Entry | None:
     return Entry(
         layer,
         tensors + state.tensors(),
-        wide=sum(layer.outs[:3]),
-        narrow=layer.outs[0],
+        [linear.weight for linear in linears],
+        wide=sum(matrix.outs for matrix in layer.w[:3]),
+        narrow=layer.w[0].outs,
         scratch=lambda rows: floats,
     )
 
@@ -277,20 +267,18 @@ def _moe(mixer: LatentMoE, state: None) -> Entry | None:
         return None
     shared, layer = mixer.shared_experts, kernels.Layer(kind=kernels.MOE)
     up, down = (None, None) if shared is None else (shared.up_proj, shared.down_proj)
-    tensors = _matrices(layer, gate, mixer.fc1_latent_proj, mixer.fc2_latent_proj, up, down)
-    named = {
-        "expert_up": experts.up_proj,
-        "expert_down": experts.down_proj,
-        "correction": gate.e_score_correction_bias,
-    }
-    for name, tensor in named.items():
-        setattr(layer, name, tensor.data_ptr())
+    linears = (mixer.fc1_latent_proj, mixer.fc2_latent_proj, up, down)
+    tensors = _matrices(layer, gate, *linears)
+    weights = (experts.up_proj, experts.down_proj)
+    layer.expert_up, layer.expert_down = map(kernels.matrix, weights)
+    layer.correction = gate.e_score_correction_bias.data_ptr()
     layer.experts, layer.expert_hidden, layer.expert_width = experts.up_proj.shape
     layer.chosen, layer.normalise, layer.factor = gate.top_k, bool(gate.normalise), gate.factor
     return Entry(
         layer,
-        [*tensors, *named.values()],
-        wide=layer.experts + layer.outs[1] + layer.outs[3],
+        [*tensors, *weights, gate.e_score_correction_bias],
+        [*weights, *(linear.weight for linear in linears if linear is not None)],
+        wide=layer.experts + layer.w[1].outs + layer.w[3].outs,
         hidden=layer.chosen * layer.expert_hidden,
         mixed=layer.expert_width,
         scratch=lambda rows: 3 * rows * layer.chosen + 2 * layer.experts + 2,
@@ -299,4 +287,6 @@ def _moe(mixer: LatentMoE, state: None) -> Entry | None:
 
 def _mlp(mixer: MLP, state: None) -> Entry:
     layer = kernels.Layer(kind=kernels.MLP)
-    return Entry(layer, _matrices(layer, mixer.up_proj, mixer.down_proj), wide=len(mixer.up_proj.weight))
+    linears = (mixer.up_proj, mixer.down_proj)
+    weights = [linear.weight for linear in linears]
+    return Entry(layer, _matrices(layer, *linears), weights, wide=len(mixer.up_proj.weight))

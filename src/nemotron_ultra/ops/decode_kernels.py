@@ -34,6 +34,12 @@ MAMBA, ATTENTION, MOE, MLP = range(4)
 MATRICES = 8
 
 
+class Matrix(ctypes.Structure):
+    """Twin of `Matrix` in the source: float32, or int8 with a scale for each row."""
+
+    _fields_ = [*((name, c_void_p) for name in ("data", "scale", "bias")), ("outs", c_int64)]
+
+
 class Layer(ctypes.Structure):
     """Twin of `Layer` in the source, which says what each field means. Pointers of absent tensors are 0."""
 
@@ -41,15 +47,14 @@ class Layer(ctypes.Structure):
         ("kind", c_int64),
         ("norm", c_void_p),
         ("eps", c_float),
-        ("w", c_void_p * MATRICES),
-        ("bias", c_void_p * MATRICES),
-        ("outs", c_int64 * MATRICES),
+        ("w", Matrix * MATRICES),
+        *((name, Matrix) for name in ("expert_up", "expert_down")),
         *((name, c_void_p) for name in ("conv", "conv_bias", "a_log", "skip", "dt_bias", "gate_norm")),
         ("dt_low", c_float),
         ("dt_high", c_float),
         *((name, c_void_p) for name in ("window", "state", "full", "u", "b", "log_decay", "key", "value")),
         *((name, c_int64) for name in ("capacity", "heads", "head_dim", "groups", "columns", "taps")),
-        *((name, c_void_p) for name in ("expert_up", "expert_down", "correction")),
+        ("correction", c_void_p),
         *((name, c_int64) for name in ("experts", "chosen", "expert_hidden", "expert_width", "normalise")),
         ("factor", c_float),
     ]
@@ -60,7 +65,7 @@ class Work(ctypes.Structure):
 
     _fields_ = [
         ("x", c_void_p),
-        *((name, c_int64) for name in ("batch", "tokens", "width")),
+        *((name, c_int64) for name in ("batch", "tokens", "width", "waits")),
         ("length", c_void_p),
         *((name, c_void_p) for name in ("normed", "wide", "narrow", "hidden", "mixed", "scratch")),
         *((name, c_int64) for name in ("normed_size", "scratch_size")),
@@ -73,10 +78,10 @@ class Draft(ctypes.Structure):
     _fields_ = [
         ("layers", c_void_p),
         ("count", c_int64),
-        *((name, c_void_p) for name in ("embedding", "embedded_norm", "hidden_norm", "join", "join_bias")),
-        *((name, c_void_p) for name in ("last_norm", "scale", "head")),
+        *((name, c_void_p) for name in ("embedding", "embedded_norm", "hidden_norm", "last_norm")),
+        *((name, Matrix) for name in ("join", "head")),
         *((name, c_float) for name in ("embedded_eps", "hidden_eps", "last_eps")),
-        *((name, c_int64) for name in ("vocabulary", "drafts", "hidden_stride", "token_stride")),
+        *((name, c_int64) for name in ("drafts", "hidden_stride", "token_stride")),
         *((name, c_void_p) for name in ("hidden", "token", "counts", "length", "out")),
         *((name, c_void_p) for name in ("joined", "last", "logits")),
     ]
@@ -127,6 +132,11 @@ def start(layers: ctypes.Array[Layer]) -> int:
 
 def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def matrix(weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None) -> Matrix:
+    """weight [..., outs, k], float32, or int8 with scale [..., outs]; bias [outs]."""
+    return Matrix(address(weight), address(scale), address(bias), weight.shape[-2])
 
 
 def few_rows(x_BD: Tensor, weight_VD: Tensor) -> Tensor:

@@ -26,21 +26,27 @@
 enum { MAMBA, ATTENTION, MOE, MLP };
 
 typedef struct {
+    const void *data;                      /* [outs, k] float, or int8 where there is a scale; NULL: no matrix */
+    const float *scale, *bias;             /* of each row; NULL: none */
+    int64_t outs;
+} Matrix;
+
+typedef struct {
     int64_t kind;
     const float *norm;
     float eps;
     /* Mamba: in_proj, out_proj. Attention: q, k, v, out. MoE: router, latent down, latent up, shared up,
-     * shared down. MLP: up, down. Absent matrices are NULL. */
-    const float *w[8], *bias[8];
-    int64_t outs[8];                       /* rows of each matrix */
+     * shared down. MLP: up, down. */
+    Matrix w[8];
+    Matrix expert_up, expert_down;         /* of all experts, one below the other */
     const float *conv, *conv_bias, *a_log, *skip, *dt_bias, *gate_norm;
     float dt_low, dt_high;
     float *window, *state;                 /* [slots, K - 1, C], [slots, G, N, X] */
-    float *full, *u, *b, *log_decay;       /* what a commit needs, NULL where the state moves at once */
+    float *full, *u, *b, *log_decay;       /* what a commit needs; NULL: this layer is not to be committed */
     float *key, *value;                    /* [slots, G, capacity, P] */
     int64_t capacity;
     int64_t heads, head_dim, groups, columns, taps;
-    const float *expert_up, *expert_down, *correction;
+    const float *correction;
     int64_t experts, chosen, expert_hidden, expert_width, normalise;
     float factor;
 } Layer;
@@ -48,6 +54,7 @@ typedef struct {
 typedef struct {
     float *x;
     int64_t batch, tokens, width;
+    int64_t waits;                         /* whether states wait for a commit; else they move at once */
     const int64_t *length;                 /* tokens that each sequence has seen, [batch] */
     float *normed, *wide, *narrow, *hidden, *mixed, *scratch;
     int64_t normed_size, scratch_size;     /* floats a thread */
@@ -173,9 +180,9 @@ static inline void sums(const vec *a, int many, float *out) {
         for (; p + LANES <= k; p += LANES) {                                                              \
             vec column[R];                                                                                \
             UNROLL for (int j = 0; j < R; j++) column[j] = KIND##_load(w + j * k + p);                    \
-            if (fetch)                                                                                    \
+            if (fetch && (sizeof(TYPE) == 4 || !(p & 63)))                                                \
                 for (int j = 0; j < 2; j++) __builtin_prefetch(next + j * k + p);                         \
-            if (fetch == 4)                                                                               \
+            if (fetch == 4 && (sizeof(TYPE) == 4 || !(p & 63)))                                           \
                 for (int j = 2; j < 4; j++) __builtin_prefetch(next + j * k + p);                         \
             UNROLL for (int i = 0; i < M; i++) {                                                          \
                 vec row = *(const vecu *)(in[i] + p);                                                     \
@@ -246,19 +253,25 @@ static inline void put4(float *y, const float *value, const float *bias, int mod
     else *to += weight * v;
 }
 
-/* y_i[n] (mode) x_i . w_n + bias_n for n in begin..end-1. next: the matrix rows that are read afterwards. */
-static void product(const float *const *x, float *const *y, const float *weight, int64_t rows, const float *w,
-                    const float *bias, int64_t k, int64_t begin, int64_t end, int mode, const float *next) {
+/* y_i[n] (mode) x_i . w_n + bias_n for n in begin..end-1, w_n being row first + n of the matrix. next: row of
+ * the matrix that is read afterwards, or -1. */
+static void product(const float *const *x, float *const *y, const float *weight, int64_t rows, const Matrix *w,
+                    int64_t first, int64_t k, int64_t begin, int64_t end, int mode, int64_t next) {
     float out[WIDE_ROWS][4];
-    int64_t passes = (rows + WIDE_ROWS - 1) / WIDE_ROWS, ahead = 4 * ((2048 + 4 * k - 1) / (4 * k));
+    int64_t size = w->scale ? 1 : sizeof(float);
+    int64_t passes = (rows + WIDE_ROWS - 1) / WIDE_ROWS, ahead = 4 * ((8192 / size + 4 * k - 1) / (4 * k));
+    const float *bias = w->bias, *scale = w->scale ? w->scale + first : NULL;
     for (int64_t n = begin; n < end;) {
         int r = end - n >= 4 ? 4 : 1;
-        const float *columns = w + n * k, *after = n + ahead < end ? columns + ahead * k : next ? next + (n + ahead - end) * k : columns;
+        int64_t later = n + ahead < end ? first + n + ahead : next >= 0 ? next + n + ahead - end : first + n;
+        const char *row = (const char *)w->data + (first + n) * k * size, *after = (const char *)w->data + later * k * size;
         for (int64_t i = 0, pass = 0; pass < passes; pass++) {
             int m = (int)((rows - i + passes - pass - 1) / (passes - pass));
             int fetch = passes == 1 ? 4 : pass < 2 ? 2 : 0; /* the first two passes share the work */
-            tiles[0][m - 1][r == 4](x + i, columns, k, after + (pass == 1 ? 2 * k : 0), fetch, out);
+            tiles[scale != NULL][m - 1][r == 4](x + i, row, k, after + (pass == 1 ? 2 * k * size : 0), fetch, out);
             for (int a = 0; a < m; a++, i++) {
+                if (scale)
+                    for (int j = 0; j < r; j++) out[a][j] *= scale[n + j];
                 if (r == 4) put4(y[i] + n, out[a], bias ? bias + n : NULL, mode, weight ? weight[i] : 1);
                 else put(y[i] + n, out[a][0] + (bias ? bias[n] : 0), mode, weight ? weight[i] : 1);
             }
@@ -267,12 +280,12 @@ static void product(const float *const *x, float *const *y, const float *weight,
     }
 }
 
-static void dense(const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, const float *w,
-                  const float *bias, int64_t k, int64_t begin, int64_t end, int mode) {
+static void dense(const float *x, int64_t ldx, float *y, int64_t ldy, int64_t rows, const Matrix *w, int64_t k,
+                  int64_t begin, int64_t end, int mode) {
     const float *in[MOST_ROWS];
     float *out[MOST_ROWS];
     for (int64_t i = 0; i < rows; i++) in[i] = x + i * ldx, out[i] = y + i * ldy;
-    product(in, out, NULL, rows, w, bias, k, begin, end, mode, NULL);
+    product(in, out, NULL, rows, w, 0, k, begin, end, mode, -1);
 }
 
 static void rms(const float *x, const float *weight, float eps, int64_t rows, int64_t width, float *out) {
@@ -287,12 +300,12 @@ static void rms(const float *x, const float *weight, float eps, int64_t rows, in
 /* One (sequence, group): convolution, scan and gated norm of all its tokens. */
 static void mamba_group(const Layer *a, const Work *k, int64_t b, int64_t g, float *scratch) {
     int64_t inner = a->heads * a->head_dim, X = inner / a->groups, N = a->columns, before = a->taps - 1;
-    int64_t channels = inner + 2 * a->groups * N, W = a->outs[0], per = a->heads / a->groups;
+    int64_t channels = inner + 2 * a->groups * N, W = a->w[0].outs, per = a->heads / a->groups;
     int64_t first[3] = {g * X, inner + g * N, inner + a->groups * N + g * N}, many[3] = {X, N, N};
     float *window = a->window + b * before * channels;
     float *home = a->state + (b * a->groups + g) * N * X, *state = home;
     float *conv = scratch, *decay = conv + X + 2 * N, *u = decay + X, *y = u + X;
-    if (a->full) {
+    if (k->waits) {
         state = y + X;
         memcpy(state, home, N * X * sizeof(float));
     }
@@ -323,7 +336,7 @@ static void mamba_group(const Layer *a, const Work *k, int64_t b, int64_t g, flo
             log_decay[h] += step;
             for (int64_t p = h * a->head_dim; p < (h + 1) * a->head_dim; p++)
                 decay[p] = e, u[p] = conv[p] * d, y[p] = conv[p] * a->skip[head];
-            if (a->full) a->log_decay[(b * k->tokens + t) * a->heads + head] = log_decay[h];
+            if (k->waits) a->log_decay[(b * k->tokens + t) * a->heads + head] = log_decay[h];
         }
         int64_t n = 0;
         for (; n + 4 <= N; n += 4) {
@@ -353,14 +366,14 @@ static void mamba_group(const Layer *a, const Work *k, int64_t b, int64_t g, flo
         }
         square = 1.0f / sqrtf(square / X + a->eps);
         for (int64_t p = 0; p < X; p++) out[p] = y[p] * square * a->gate_norm[g * X + p];
-        if (a->full) {
+        if (k->waits) {
             memcpy(a->u + (b * k->tokens + t) * inner + g * X, u, X * sizeof(float));
             memcpy(a->b + ((b * k->tokens + t) * a->groups + g) * N, B, N * sizeof(float));
         }
     }
     int64_t total = before + k->tokens;
     for (int s = 0; s < 3; s++) {
-        if (a->full) {
+        if (k->waits) {
             float *full = a->full + b * total * channels;
             for (int64_t t = 0; t < total; t++) {
                 const float *in = k->wide + (b * k->tokens + t - before) * W + inner;
@@ -378,34 +391,35 @@ static void mamba_group(const Layer *a, const Work *k, int64_t b, int64_t g, flo
 }
 
 static void mamba(const Layer *a, const Work *k, Team *team, float *normed, float *scratch) {
-    int64_t rows = k->batch * k->tokens, inner = a->heads * a->head_dim, W = a->outs[0], begin, end;
+    int64_t rows = k->batch * k->tokens, inner = a->heads * a->head_dim, W = a->w[0].outs, begin, end;
     rms(k->x, a->norm, a->eps, rows, k->width, normed);
     PHASE(0, team->pieces, {
         share(W, 4, piece, all_, &begin, &end);
-        dense(normed, k->width, k->wide, W, rows, a->w[0], a->bias[0], k->width, begin, end, STORE);
+        dense(normed, k->width, k->wide, W, rows, a->w + 0, k->width, begin, end, STORE);
     });
     PHASE(1, k->batch * a->groups, { mamba_group(a, k, piece / a->groups, piece % a->groups, scratch); });
     PHASE(2, team->pieces, {
         share(k->width, 4, piece, all_, &begin, &end);
-        dense(k->narrow, inner, k->x, k->width, rows, a->w[1], a->bias[1], inner, begin, end, ADD);
+        dense(k->narrow, inner, k->x, k->width, rows, a->w + 1, inner, begin, end, ADD);
     });
 }
 
 /* One (sequence, group): new keys and values go to their places, then each token attends to all up to it. */
 static void attend(const Layer *a, const Work *k, int64_t b, int64_t g, float *scratch) {
-    int64_t P = a->head_dim, per = a->heads / a->groups, queries = a->heads * P, keys = a->groups * P;
-    int64_t W = queries + 2 * keys, seen = k->length[b];
+    int64_t P = a->head_dim, per = a->heads / a->groups, queries = a->heads * P, all = a->groups * P;
+    int64_t W = queries + 2 * all, seen = k->length[b];
     float *key = a->key + (b * a->groups + g) * a->capacity * P;
     float *value = a->value + (b * a->groups + g) * a->capacity * P;
     for (int64_t t = 0; t < k->tokens; t++) {
         const float *qkv = k->wide + (b * k->tokens + t) * W;
         memcpy(key + (seen + t) * P, qkv + queries + g * P, P * sizeof(float));
-        memcpy(value + (seen + t) * P, qkv + queries + keys + g * P, P * sizeof(float));
+        memcpy(value + (seen + t) * P, qkv + queries + all + g * P, P * sizeof(float));
     }
     float scale = 1.0f / sqrtf((float)P);
+    Matrix keys = {key, NULL, NULL, a->capacity};
     for (int64_t t = 0; t < k->tokens; t++) {
         int64_t row = b * k->tokens + t, length = seen + t + 1;
-        dense(k->wide + row * W + g * per * P, P, scratch, a->capacity, per, key, NULL, P, 0, length, STORE);
+        dense(k->wide + row * W + g * per * P, P, scratch, a->capacity, per, &keys, P, 0, length, STORE);
         for (int64_t h = 0; h < per; h++) {
             float *score = scratch + h * a->capacity, most = -INFINITY, total = 0;
             float *out = k->narrow + row * queries + (g * per + h) * P;
@@ -423,19 +437,19 @@ static void attend(const Layer *a, const Work *k, int64_t b, int64_t g, float *s
 }
 
 static void attention(const Layer *a, const Work *k, Team *team, float *normed, float *scratch) {
-    int64_t rows = k->batch * k->tokens, W = a->outs[0] + a->outs[1] + a->outs[2], begin, end;
+    int64_t rows = k->batch * k->tokens, W = a->w[0].outs + a->w[1].outs + a->w[2].outs, begin, end;
     rms(k->x, a->norm, a->eps, rows, k->width, normed);
     PHASE(0, team->pieces, {
         float *to = k->wide;
-        for (int m = 0; m < 3; to += a->outs[m], m++) {
-            share(a->outs[m], 4, piece, all_, &begin, &end);
-            dense(normed, k->width, to, W, rows, a->w[m], a->bias[m], k->width, begin, end, STORE);
+        for (int m = 0; m < 3; to += a->w[m].outs, m++) {
+            share(a->w[m].outs, 4, piece, all_, &begin, &end);
+            dense(normed, k->width, to, W, rows, a->w + m, k->width, begin, end, STORE);
         }
     });
     PHASE(1, k->batch * a->groups, { attend(a, k, piece / a->groups, piece % a->groups, scratch); });
     PHASE(2, team->pieces, {
         share(k->width, 4, piece, all_, &begin, &end);
-        dense(k->narrow, a->outs[0], k->x, k->width, rows, a->w[3], a->bias[3], a->outs[0], begin, end, ADD);
+        dense(k->narrow, a->w[0].outs, k->x, k->width, rows, a->w + 3, a->w[0].outs, begin, end, ADD);
     });
 }
 
@@ -472,15 +486,15 @@ static void by_expert(const int32_t *expert, int64_t choices, int64_t experts, i
 
 static void moe(const Layer *a, const Work *k, Team *team, float *normed, float *scratch) {
     int64_t rows = k->batch * k->tokens, E = a->experts, F = a->expert_hidden, L = a->expert_width;
-    int64_t S = a->outs[3], W = E + a->outs[1] + S, K = a->chosen, D = k->width, begin, end;
+    int64_t S = a->w[3].outs, W = E + a->w[1].outs + S, K = a->chosen, D = k->width, begin, end;
     rms(k->x, a->norm, a->eps, rows, D, normed);
     PHASE(0, team->pieces, {
         float *to = k->wide;
         for (int m = 0; m < 4; m++) { /* router, latent down, shared up */
-            if (m == 2 || !a->w[m]) continue;
-            share(a->outs[m], 4, piece, all_, &begin, &end);
-            dense(normed, D, to, W, rows, a->w[m], a->bias[m], D, begin, end, m == 3 ? RELU2 : STORE);
-            to += a->outs[m];
+            if (m == 2 || !a->w[m].data) continue;
+            share(a->w[m].outs, 4, piece, all_, &begin, &end);
+            dense(normed, D, to, W, rows, a->w + m, D, begin, end, m == 3 ? RELU2 : STORE);
+            to += a->w[m].outs;
         }
     });
     /* every thread routes for itself: cheaper than to wait for one that does */
@@ -504,41 +518,39 @@ static void moe(const Layer *a, const Work *k, Team *team, float *normed, float 
                     int64_t choice = list[start[e] + n];
                     int64_t row = choice / K;
                     float *h = k->hidden + choice * F;
-                    in[n] = down ? h : a->w[1] ? k->wide + row * W + E : normed + row * D;
+                    in[n] = down ? h : a->w[1].data ? k->wide + row * W + E : normed + row * D;
                     out[n] = down ? k->mixed + row * L : h;
                     each[n] = weight[choice];
                 }
-                const float *w = down ? a->expert_down : a->expert_up;
-                const float *next = NULL;
                 int64_t later = e + 1;
                 while (later < E && start[later + 1] == start[later]) later++;
-                if (later < E) next = w + later * F * L + begin * (down ? F : L);
+                int64_t next = later < E ? later * (down ? L : F) + begin : -1;
                 if (count && down)
-                    product(in, out, each, count, w + e * F * L, NULL, F, begin, end, ADD_WEIGHED, next);
+                    product(in, out, each, count, &a->expert_down, e * L, F, begin, end, ADD_WEIGHED, next);
                 else if (count)
-                    product(in, out, NULL, count, w + e * F * L, NULL, L, begin, end, RELU2, next);
+                    product(in, out, NULL, count, &a->expert_up, e * F, L, begin, end, RELU2, next);
             }
         });
     }
     PHASE(3, team->pieces, {
         share(D, 4, piece, all_, &begin, &end);
-        if (a->w[2]) dense(k->mixed, L, k->x, D, rows, a->w[2], a->bias[2], L, begin, end, ADD);
-        for (int64_t i = 0; !a->w[2] && i < rows; i++)
+        if (a->w[2].data) dense(k->mixed, L, k->x, D, rows, a->w + 2, L, begin, end, ADD);
+        for (int64_t i = 0; !a->w[2].data && i < rows; i++)
             for (int64_t d = begin; d < end; d++) k->x[i * D + d] += k->mixed[i * L + d];
-        if (a->w[4]) dense(k->wide + W - S, W, k->x, D, rows, a->w[4], a->bias[4], S, begin, end, ADD);
+        if (a->w[4].data) dense(k->wide + W - S, W, k->x, D, rows, a->w + 4, S, begin, end, ADD);
     });
 }
 
 static void mlp(const Layer *a, const Work *k, Team *team, float *normed) {
-    int64_t rows = k->batch * k->tokens, S = a->outs[0], begin, end;
+    int64_t rows = k->batch * k->tokens, S = a->w[0].outs, begin, end;
     rms(k->x, a->norm, a->eps, rows, k->width, normed);
     PHASE(0, team->pieces, {
         share(S, 4, piece, all_, &begin, &end);
-        dense(normed, k->width, k->wide, S, rows, a->w[0], a->bias[0], k->width, begin, end, RELU2);
+        dense(normed, k->width, k->wide, S, rows, a->w + 0, k->width, begin, end, RELU2);
     });
     PHASE(1, team->pieces, {
         share(k->width, 4, piece, all_, &begin, &end);
-        dense(k->wide, S, k->x, k->width, rows, a->w[1], a->bias[1], S, begin, end, ADD);
+        dense(k->wide, S, k->x, k->width, rows, a->w + 1, S, begin, end, ADD);
     });
 }
 
@@ -613,6 +625,7 @@ void commit_layers(const Layer *layers, int64_t count, const Work *k, const int6
 /* y [rows, outs] = x [rows, k] w^T, for the head. */
 void few_rows(const float *x, float *y, int64_t rows, const float *w, int64_t k, int64_t outs, int64_t threads) {
     Phase phase;
+    Matrix matrix = {w, NULL, NULL, outs};
     memset(&phase, 0, sizeof phase);
 #ifdef _OPENMP
 #pragma omp parallel num_threads((int)threads)
@@ -622,26 +635,8 @@ void few_rows(const float *x, float *y, int64_t rows, const float *w, int64_t k,
         Team team_ = {pieces, &phase}, *team = &team_;
         PHASE(0, pieces, {
             share(outs, 4, piece, all_, &begin, &end);
-            dense(x, k, y, outs, rows, w, NULL, k, begin, end, STORE);
+            dense(x, k, y, outs, rows, &matrix, k, begin, end, STORE);
         });
-    }
-}
-
-/* y [rows, outs] = x (scale q)^T for n in begin..end-1: the head in bytes, good enough for drafts. */
-static void byte_product(const float *x, float *y, int64_t rows, const int8_t *q, const float *scale, int64_t k,
-                         int64_t outs, int64_t begin, int64_t end) {
-    float out[WIDE_ROWS][4];
-    const float *in[WIDE_ROWS];
-    for (int64_t n = begin; n < end;) {
-        int r = end - n >= 4 ? 4 : 1;
-        for (int64_t i = 0; i < rows;) {
-            int m = rows - i < WIDE_ROWS ? (int)(rows - i) : WIDE_ROWS;
-            for (int a = 0; a < m; a++) in[a] = x + (i + a) * k;
-            tiles[1][m - 1][r == 4](in, q + n * k, k, q + (n + 16 < end ? n + 16 : n) * k, i ? 0 : 4, out);
-            for (int a = 0; a < m; a++, i++)
-                for (int j = 0; j < r; j++) y[i * outs + n + j] = out[a][j] * scale[n + j];
-        }
-        n += r;
     }
 }
 
@@ -676,10 +671,10 @@ static int64_t largest(const float *x, int64_t count, float *most) {
 typedef struct {
     const Layer *layers;
     int64_t count;
-    const float *embedding, *embedded_norm, *hidden_norm, *join, *join_bias, *last_norm, *scale;
-    const int8_t *head;                    /* [vocabulary, D], times scale [vocabulary] */
+    const float *embedding, *embedded_norm, *hidden_norm, *last_norm;
+    Matrix join, head;                     /* [D, 2 D]; the ids that may be drafted, [vocabulary, D] */
     float embedded_eps, hidden_eps, last_eps;
-    int64_t vocabulary, drafts, hidden_stride, token_stride;
+    int64_t drafts, hidden_stride, token_stride;
     const float *hidden;
     const int64_t *token, *counts;
     int64_t *length, *out;                 /* [batch] tokens seen, moved on here; [batch, drafts] */
@@ -699,7 +694,7 @@ static void apply_module(const Draft *d, const Work *k, int64_t threads) {
         Team team_ = {pieces, phases}, *team = &team_;
         PHASE(0, pieces, {
             share(D, 4, piece, all_, &begin, &end);
-            dense(d->joined, 2 * D, k->x, D, rows, d->join, d->join_bias, 2 * D, begin, end, STORE);
+            dense(d->joined, 2 * D, k->x, D, rows, &d->join, 2 * D, begin, end, STORE);
         });
 #ifdef _OPENMP
         work(d->layers, d->count, k, phases + PHASES, omp_get_thread_num(), omp_get_num_threads());
@@ -711,8 +706,8 @@ static void apply_module(const Draft *d, const Work *k, int64_t threads) {
             rms(k->x + row * D, d->last_norm, d->last_eps, 1, D, d->last + piece * D);
         });
         PHASE(2, pieces, {
-            share(d->vocabulary, 4, piece, all_, &begin, &end);
-            byte_product(d->last, d->logits, k->batch, d->head, d->scale, D, d->vocabulary, begin, end);
+            share(d->head.outs, 4, piece, all_, &begin, &end);
+            dense(d->last, D, d->logits, d->head.outs, k->batch, &d->head, D, begin, end, STORE);
         });
     }
 }
@@ -736,7 +731,7 @@ void draft(const Draft *d, const Work *first, const Work *later, int64_t threads
         apply_module(d, number ? later : first, threads);
         for (int64_t b = 0; b < batch; b++) {
             float most;
-            int64_t token = largest(d->logits + b * d->vocabulary, d->vocabulary, &most);
+            int64_t token = largest(d->logits + b * d->head.outs, d->head.outs, &most);
             d->out[b * d->drafts + number] = token;
             d->length[b] += number ? 1 : d->counts[b];
             join(d, b, D, d->last + b * D, token);
