@@ -19,11 +19,12 @@ from nemotron_ultra.errors import ConfigError
 from nemotron_ultra.model.cache import Cache
 from nemotron_ultra.model.draft import Drafts
 from nemotron_ultra.model.hybrid import HybridLM
-from nemotron_ultra.ops.segments import Segments
+from nemotron_ultra.model.plan import reads_padded
+from nemotron_ultra.ops.segments import Segments, pad_rows
 
 REACH = 128  # pairs of a row that are taken in at once, at most
 TOGETHER, LEAST = 128, 4  # of all rows, but LEAST of each: so that the first drafts cost little
-WIDE = 16  # pairs of a row above which rows are read packed instead of padded
+WIDE = 16  # pairs of a row above which rows are read as `HybridLM.read` does, packed or padded
 
 # Called with (logits [B, V], number of the draft from 0) -> token [B].
 Pick = Callable[[Tensor, int], Tensor]
@@ -184,6 +185,11 @@ class Drafter:
         return g_BKD[self.cache.rows_B, torch.tensor(lengths, device=g_BKD.device) - 1]
 
     def _prefill(self, hidden_TD: Tensor, token_T: Tensor, lengths: list[int], cache: Cache) -> Tensor:
+        if reads_padded(self.model.mtp.layers, cache, lengths):
+            (hidden_BKD, places_T), (token_BK, _) = (pad_rows(x, lengths) for x in (hidden_TD, token_T))
+            g_BKD = self.model.mtp.extend(hidden_BKD, self._embed(token_BK), cache)
+            cache.commit(lengths)
+            return g_BKD.flatten(0, 1)[places_T]
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         segments = Segments(len(token_T), bounds, token_T.device)
         return self.model.mtp.prefill(hidden_TD, self._embed(token_T), segments, cache)

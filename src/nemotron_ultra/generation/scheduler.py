@@ -296,12 +296,11 @@ class _Part:
         tokens_T = torch.cat([prompt for prompt, _ in self.groups])
         if len(self.groups) == 1:
             tokens_T = tokens_T[self.done : self.done + chunk]
-            bounds = torch.tensor([0, len(tokens_T)], dtype=torch.int32)
-        else:
-            bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        piece = lengths if len(lengths) > 1 else [len(tokens_T)]
         room = max(lengths) if self.cache is None else self.cache
-        hidden, self.cache = model.prefill(tokens_T, bounds, room, every=wants_hidden)
-        self.last_BD = hidden[bounds[1:].long() - 1] if wants_hidden else hidden
+        hidden, self.cache = model.read(tokens_T, piece, room, every=wants_hidden)
+        ends_B = torch.tensor(piece, device=hidden.device).cumsum(0) - 1
+        self.last_BD = hidden[ends_B] if wants_hidden else hidden
         self.pieces += [hidden] if wants_hidden else []
         self.latest = len(tokens_T)
         self.done += self.latest

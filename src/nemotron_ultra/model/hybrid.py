@@ -24,10 +24,10 @@ from nemotron_ultra.model.latent_moe import LatentMoE
 from nemotron_ultra.model.linear import Linear
 from nemotron_ultra.model.mtp import MTPHead
 from nemotron_ultra.model.norm import RMSNorm
-from nemotron_ultra.model.plan import through
+from nemotron_ultra.model.plan import reads_padded, through
 from nemotron_ultra.model.router import RouterStats, Routing
 from nemotron_ultra.ops import decode_kernels as kernels
-from nemotron_ultra.ops.segments import Segments
+from nemotron_ultra.ops.segments import Segments, pad_rows
 
 FEW_ROWS = 32  # of the head: above, the product of torch is as fast
 
@@ -206,6 +206,25 @@ class HybridLM(nn.Module):
         cache.close()
         ends = [end - 1 for end in segments.bounds[1:]]
         return self.backbone.norm_f(x_TD if every else x_TD[ends]), cache
+
+    @torch.no_grad()
+    def read(
+        self, tokens_T: Tensor, lengths: list[int], room: int | Cache, *, every: bool = False
+    ) -> tuple[Tensor, Cache]:
+        """`prefill` of documents of so many tokens; few tokens are read by `extend` where that is faster."""
+        cache = room
+        if not isinstance(cache, Cache):
+            cache = self.new_cache(len(lengths), room)
+            cache.admit_new(len(lengths))
+        if not reads_padded(self.backbone.layers, cache, lengths):
+            bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            return self.prefill(tokens_T, bounds, cache, every=every)
+        tokens_BK, places_T = pad_rows(tokens_T, lengths)
+        hidden_MD = self.extend(tokens_BK, cache).flatten(0, 1)
+        cache.commit(lengths)
+        if not every:
+            places_T = places_T[torch.tensor(lengths, device=places_T.device).cumsum(0) - 1]
+        return hidden_MD[places_T], cache
 
     @torch.no_grad()
     def step(self, tokens_B: Tensor, cache: Cache) -> Tensor:

@@ -159,6 +159,15 @@ def through(layers: nn.ModuleList, x_MD: Tensor, cache: Cache, tokens: int, *, w
     return x_MD
 
 
+def reads_padded(layers: nn.ModuleList, cache: Cache, lengths: list[int]) -> bool:
+    """Whether lengths[b] more tokens of row b are best read padded: they are few, all layers compiled."""
+    most = max(lengths)
+    if not min(lengths) or max(cache.lengths) + most > cache.capacity:
+        return False
+    plan = plan_of(layers, cache, len(lengths) * most)
+    return plan is not None and all(fast for *_, fast in plan.segments)
+
+
 def _slow(
     layers: nn.ModuleList, x_MD: Tensor, cache: Cache, states: list[State | None], tokens: int
 ) -> Tensor:

@@ -68,3 +68,14 @@ class Segments:
         """values_T[t + by] of the same document, `fill` past its end."""
         shifted_T = torch.roll(values_T, -by, 0)
         return torch.where(self.remaining_T >= by, shifted_T, torch.full_like(shifted_T, fill))
+
+
+def pad_rows(values_T: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Rows end to end [T, ...] -> [B, longest, ...], zeros after each; and where in B * longest they are."""
+    longest = max(lengths)
+    row_T = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    begin_B = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    places_T = (torch.arange(len(values_T)) - begin_B[row_T] + row_T * longest).to(values_T.device)
+    padded = values_T.new_zeros(len(lengths) * longest, *values_T.shape[1:])
+    padded[places_T] = values_T
+    return padded.view(len(lengths), longest, *values_T.shape[1:]), places_T
