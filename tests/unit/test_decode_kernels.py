@@ -9,7 +9,7 @@ from torch import Tensor
 from drafting import agreeing_model
 from micro import micro_model
 from nemotron_ultra.config.precision import PrecisionConfig, PrecisionRule
-from nemotron_ultra.errors import BackendError
+from nemotron_ultra.errors import BackendError, DataError
 from nemotron_ultra.generation import generate
 from nemotron_ultra.generation.drafter import Drafter
 from nemotron_ultra.model.cache import Cache
@@ -140,6 +140,81 @@ def test_drafts_in_one_call_are_those_one_by_one(rows, changes):
     for row, length in enumerate(one.lengths):
         for a, b in zip(one.layers[0].tensors(), other.layers[0].tensors(), strict=True):
             assert torch.allclose(a[row, :, :length], b[row, :, :length], atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("rows", "usable"), [(1, 64), (3, 40)])
+def test_verified_in_one_call_as_step_by_step(rows, usable):
+    """Drafts that are likeliest and drafts that are not: hidden states, ids, what stays, and the cache."""
+    model = drawn()
+    caches = [run(model, rows)[1] for _ in range(2)]
+    pending_B = torch.arange(5, 5 + rows)
+    greedy_BK = _greedy(model, pending_B, run(model, rows)[1], usable)
+    for row in range(1, rows):
+        greedy_BK[row, row] = (greedy_BK[row, row] + 1) % usable
+    tokens_BK = torch.cat([pending_B[:, None], greedy_BK], 1)
+    found = model.verify(tokens_BK, caches[0], usable)
+    hidden_BKD = model.extend(tokens_BK, caches[1])
+    expected = model.likeliest(hidden_BKD.flatten(0, 1), usable)
+    assert found.keep_B.tolist() == [4, 2, 3][:rows]
+    caches[1].commit(found.keep_B)
+    assert torch.equal(found.hidden_MD, hidden_BKD.flatten(0, 1))
+    assert all(map(torch.equal, (found.token_M, found.logprob_M, found.model_logprob_M), expected))
+    _same(*caches)
+
+
+def _greedy(model: HybridLM, pending_B: Tensor, cache: Cache, usable: int) -> Tensor:
+    """The next three ids of each row."""
+    found = []
+    for _ in range(3):
+        pending_B = model.likeliest(model.step(pending_B, cache), usable)[0]
+        found.append(pending_B)
+    return torch.stack(found, 1)
+
+
+def _same(one: Cache, other: Cache) -> None:
+    assert one.lengths == other.lengths == one.length_B.tolist() == other.length_B.tolist()
+    for state, source in zip(one.layers, other.layers, strict=True):
+        for a, b in zip(*(s.tensors() if s else [] for s in (state, source)), strict=True):
+            assert torch.equal(a, b)
+
+
+@needs_compiler
+@pytest.mark.parametrize("token", [-1, 64, 1 << 40])
+def test_an_id_that_the_model_does_not_have_changes_nothing(token):
+    model = drawn()
+    _, cache = run(model, 2)
+    _, untouched = run(model, 2)
+    wrong_B = torch.tensor([3, token])
+    for call in (
+        lambda: model.step(wrong_B, cache),
+        lambda: model.extend(wrong_B[:, None], cache),
+        lambda: model.verify(torch.stack([wrong_B, wrong_B], 1), cache, 64),
+    ):
+        with pytest.raises(DataError, match=f"no id of this model; got {token}"):
+            call()
+    _same(cache, untouched)
+    model.step(torch.tensor([3, 4]), cache)
+
+
+@needs_compiler
+@pytest.mark.parametrize("lengths", [[1], [7, 3, 5], [250], [60, 9, 60, 60]])
+def test_short_prompts_are_read_as_long_ones(lengths):
+    """`read` by the compiled layers beside `prefill`: hidden states, and those of a second piece."""
+    model, count = drawn(), sum(lengths)
+    tokens_T = torch.randint(64, (count,), generator=torch.Generator().manual_seed(count))
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    expected_TD, expected = model.prefill(tokens_T, bounds, max(lengths) + 4, every=True)
+    found_TD, cache = model.read(tokens_T, lengths, max(lengths) + 4, every=True)
+    last_BD, _ = model.read(tokens_T, lengths, max(lengths))
+    assert cache.plan is not None and expected.plan is None
+    assert torch.allclose(found_TD, expected_TD, atol=2e-5)
+    assert torch.allclose(last_BD, expected_TD[bounds[1:].long() - 1], atol=2e-5)
+    more_T = torch.arange(4 * len(lengths))
+    found_BD, _ = model.read(more_T, [4] * len(lengths), cache)
+    bounds = torch.arange(len(lengths) + 1, dtype=torch.int32) * 4
+    assert torch.allclose(found_BD, model.prefill(more_T, bounds, expected)[0], atol=2e-5)
+    assert cache.lengths == expected.lengths == [length + 4 for length in lengths]
 
 
 @needs_compiler

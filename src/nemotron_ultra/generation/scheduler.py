@@ -155,7 +155,7 @@ class Scheduler:
             self._events.append(Event(id, [], [], [], self._completion(live, "cancelled")))
         self._queue = deque(live for live in self._queue if live.id != id)
         if any(running):
-            self._drop(torch.tensor(running, device=self.device))
+            self._drop(running)
 
     @torch.no_grad()
     def step(self) -> list[Event]:
@@ -182,7 +182,7 @@ class Scheduler:
             )
             self.stats["new_tokens"] += count
             gone.append(reason is not None)
-        return self._drop(torch.tensor(gone, device=self.device))
+        return self._drop(gone)
 
     def _append(self, live: Live, run: Run) -> tuple[str | None, int]:
         """-> the reason to finish, if there is one, and how many tokens of the run count."""
@@ -208,9 +208,10 @@ class Scheduler:
         live.stop_text = min(found, key=tail.index, default=None)
         return bool(found)
 
-    def _drop(self, gone_B: Tensor) -> Tensor:
-        if not bool(gone_B.any()):
-            return torch.arange(len(gone_B), device=self.device)
+    def _drop(self, gone: list[bool]) -> Tensor:
+        if not any(gone):
+            return self.rows.cache.rows_B
+        gone_B = torch.tensor(gone, device=self.device)
         order_B = self.rows.drop(gone_B)
         self.decoder.dropped(gone_B)
         return order_B
@@ -341,5 +342,6 @@ class OneToken:
         drawn = zip(token_B.tolist(), *(logprob_B.tolist() for logprob_B in logprobs), strict=True)
         order_B = finish([Run([token], [logprob], [own]) for token, logprob, own in drawn])
         if rows.live:
-            rows.hidden_BD = self.model.step(token_B[order_B], rows.cache)
+            token_B = token_B if len(order_B) == len(token_B) else token_B[order_B]
+            rows.hidden_BD = self.model.step(token_B, rows.cache)
             self.stats["steps"] += 1

@@ -19,7 +19,14 @@ from nemotron_ultra.generation.drafter import WIDE, Drafter, check_drafts
 from nemotron_ultra.generation.draw import Uniforms
 from nemotron_ultra.generation.sampling import RowOptions, sample
 from nemotron_ultra.generation.scheduler import Decoder, Rows, Run, Scheduler, next_numbers
-from nemotron_ultra.generation.verify import Verdict, by_match, by_rejection, draft_token, repeated
+from nemotron_ultra.generation.verify import (
+    Verdict,
+    by_match,
+    by_rejection,
+    draft_token,
+    likeliest_run,
+    repeated,
+)
 from nemotron_ultra.model.hybrid import HybridLM
 
 SIDE = 2  # numbers that a place takes besides the one it is drawn with: for its draft, and to accept it
@@ -140,7 +147,6 @@ class Speculative:
 
         -> accepted drafts of each row.
         """
-        options = self._options(rows.options, count + 1)
         side, q = [], []
 
         def pick(logits_BV: Tensor, number: int) -> Tensor:
@@ -153,20 +159,19 @@ class Speculative:
             side = [uniforms.peek(SIDE * count) for uniforms in self.side]
         rejects = self.sampled and not rows.options.all_greedy
         draft_BJ = self.drafter.draft(count, pick if rejects else None)
-        hidden_BKD = self.model.extend(torch.cat([self.pending_B[:, None], draft_BJ], 1), rows.cache)
-
-        def ahead() -> list[list[float]]:
-            return [live.uniforms.peek(count + 1) for live in rows.live]
-
-        if q:
-            logits_BKV = self.model.next_logits(hidden_BKD.flatten(0, 1)).unflatten(0, hidden_BKD.shape[:2])
-            numbers = (_column([place[1::SIDE] for place in side], logits_BKV), _column(ahead(), logits_BKV))
-            verdict = by_rejection(logits_BKV, draft_BJ, torch.stack(q, 1), self.vocab_size, options, numbers)
+        tokens_BK = torch.cat([self.pending_B[:, None], draft_BJ], 1)
+        found = None
+        if rows.options.all_greedy:
+            found = self.model.verify(tokens_BK, rows.cache, self.vocab_size)
+        if found is None:
+            hidden_BKD = self.model.extend(tokens_BK, rows.cache)
+            verdict = self._verdict(rows, hidden_BKD, draft_BJ, q, side)
+            accepted = verdict.accepted_B.tolist()
+            rows.cache.commit([number + 1 for number in accepted])
         else:
-            drawn = sample(self.model, hidden_BKD.flatten(0, 1), self.vocab_size, options, ahead)
-            verdict = by_match(drawn, draft_BJ)
-        accepted = verdict.accepted_B.tolist()
-        self._commit(rows, hidden_BKD, verdict, [number + 1 for number in accepted])
+            hidden_BKD, verdict = found.hidden_MD.view(*tokens_BK.shape, -1), likeliest_run(found, tokens_BK)
+            accepted = verdict.accepted_B.tolist()
+        self._take(rows, hidden_BKD, verdict, [number + 1 for number in accepted])
         columns = (verdict.token_BK, verdict.logprob_BK, verdict.model_logprob_BK)
         lists = [values_BK.tolist() for values_BK in columns]
         for run, end, tokens, logprobs, own in zip(runs, accepted, *lists, strict=True):
@@ -175,8 +180,24 @@ class Speculative:
             run.model_logprobs.extend(own[: end + 1])
         return accepted
 
-    def _commit(self, rows: Rows, hidden_BKD: Tensor, verdict: Verdict, kept: list[int]) -> None:
-        rows.cache.commit(kept)
+    def _verdict(
+        self, rows: Rows, hidden_BKD: Tensor, draft_BJ: Tensor, q: list[Tensor], side: list[list[float]]
+    ) -> Verdict:
+        """q, side: distributions that the drafts were drawn from, and the numbers beside them, or nothing."""
+        places = hidden_BKD.shape[1]
+        options = self._options(rows.options, places)
+
+        def ahead() -> list[list[float]]:
+            return [live.uniforms.peek(places) for live in rows.live]
+
+        if not q:
+            drawn = sample(self.model, hidden_BKD.flatten(0, 1), self.vocab_size, options, ahead)
+            return by_match(drawn, draft_BJ)
+        logits_BKV = self.model.next_logits(hidden_BKD.flatten(0, 1)).unflatten(0, hidden_BKD.shape[:2])
+        numbers = (_column([place[1::SIDE] for place in side], logits_BKV), _column(ahead(), logits_BKV))
+        return by_rejection(logits_BKV, draft_BJ, torch.stack(q, 1), self.vocab_size, options, numbers)
+
+    def _take(self, rows: Rows, hidden_BKD: Tensor, verdict: Verdict, kept: list[int]) -> None:
         row_B = torch.arange(len(kept), device=hidden_BKD.device)
         rows.hidden_BD = hidden_BKD[row_B, verdict.accepted_B]
         self.pending_B = verdict.token_BK[row_B, verdict.accepted_B]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nemotron_ultra.generation.draw import draw, draw_scaled
 from nemotron_ultra.generation.sampling import RowOptions, heated, model_logprobs
+from nemotron_ultra.ops.decode_kernels import Verified
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ def by_match(drawn: tuple[Tensor, Tensor, Tensor], draft_BJ: Tensor) -> Verdict:
     """
     token_BK, logprob_BK, model_logprob_BK = (x.view(len(draft_BJ), -1) for x in drawn)
     return Verdict(_run(token_BK[:, :-1] == draft_BJ), token_BK, logprob_BK, model_logprob_BK)
+
+
+def likeliest_run(found: Verified, tokens_BK: Tensor) -> Verdict:
+    """What `HybridLM.verify` found of a pending token and drafts."""
+    shape = tokens_BK.shape
+    columns = (found.token_M, found.logprob_M, found.model_logprob_M)
+    return Verdict(found.keep_B - 1, *(column_M.view(shape) for column_M in columns))
 
 
 def draft_token(logits_BV: Tensor, options: RowOptions, uniform_B: Tensor) -> tuple[Tensor, Tensor]:

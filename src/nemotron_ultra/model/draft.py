@@ -142,7 +142,7 @@ class Drafts:
         """
         rows, most, _ = hidden_BKD.shape
         layers = plan_of(self.model.mtp.layers, cache, rows * most)
-        if layers is None or not all(fast for *_, fast in layers.segments):
+        if layers is None or not layers.is_whole:
             return None
         if self.plan is None or not self.plan.is_still(layers):
             self.plan = DraftPlan(self.model, layers, self.vocab_size)

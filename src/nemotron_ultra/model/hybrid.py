@@ -26,7 +26,9 @@ from nemotron_ultra.model.mtp import MTPHead
 from nemotron_ultra.model.norm import RMSNorm
 from nemotron_ultra.model.plan import reads_padded, through
 from nemotron_ultra.model.router import RouterStats, Routing
+from nemotron_ultra.model.whole import Parts, advance, verify
 from nemotron_ultra.ops import decode_kernels as kernels
+from nemotron_ultra.ops.decode_kernels import Verified
 from nemotron_ultra.ops.segments import Segments, pad_rows
 
 FEW_ROWS = 32  # of the head: above, the product of torch is as fast
@@ -229,20 +231,34 @@ class HybridLM(nn.Module):
     @torch.no_grad()
     def step(self, tokens_B: Tensor, cache: Cache) -> Tensor:
         """One more token of every live row of the cache -> hidden [B, D] after the final norm."""
-        x_BD = F.embedding(tokens_B, self.backbone.embeddings.weight).to(self.compute_dtype)
-        cache.open([1] * cache.size)
-        x_BD = through(self.backbone.layers, x_BD, cache, 1, waits=False)
+        hidden_BD = advance(self._parts, tokens_B[:, None], cache, waits=False)
+        if hidden_BD is None:
+            x_BD = F.embedding(tokens_B, self.backbone.embeddings.weight).to(self.compute_dtype)
+            cache.open([1] * cache.size)
+            hidden_BD = self.backbone.norm_f(through(self.backbone.layers, x_BD, cache, 1, waits=False))
         cache.close()
-        return self._last_norm(x_BD)
+        return hidden_BD
 
     @torch.no_grad()
     def extend(self, tokens_BK: Tensor, cache: Cache) -> Tensor:
         """K more tokens of every live row -> hidden [B, K, D]; then `cache.commit(keep_B)` must follow."""
-        tokens_M, count = tokens_BK.flatten(), tokens_BK.shape[1]
-        x_MD = F.embedding(tokens_M, self.backbone.embeddings.weight).to(self.compute_dtype)
-        cache.open([count] * cache.size)
-        x_MD = through(self.backbone.layers, x_MD, cache, count, waits=True)
-        return self._last_norm(x_MD).view(*tokens_BK.shape, -1)
+        hidden_MD = advance(self._parts, tokens_BK, cache, waits=True)
+        if hidden_MD is None:
+            x_MD = F.embedding(tokens_BK.flatten(), self.backbone.embeddings.weight).to(self.compute_dtype)
+            count = tokens_BK.shape[1]
+            cache.open([count] * cache.size)
+            hidden_MD = self.backbone.norm_f(through(self.backbone.layers, x_MD, cache, count, waits=True))
+        return hidden_MD.view(*tokens_BK.shape, -1)
+
+    @torch.no_grad()
+    def verify(self, tokens_BK: Tensor, cache: Cache, usable: int) -> Verified | None:
+        """`extend`, `likeliest`, and `commit` of the drafts that are likeliest, in one call (`whole.py`)."""
+        return verify(self._parts, tokens_BK, cache, usable) if tokens_BK.numel() <= FEW_ROWS else None
+
+    @property
+    def _parts(self) -> Parts:
+        backbone = self.backbone
+        return Parts(backbone.embeddings.weight, backbone.layers, backbone.norm_f, self.lm_head.weight)
 
     @torch.no_grad()
     def next_logits(self, hidden_BD: Tensor) -> Tensor:
@@ -263,12 +279,6 @@ class HybridLM(nn.Module):
     def _few(self, hidden_BD: Tensor) -> bool:
         few = 0 < len(hidden_BD) <= FEW_ROWS and kernels.fits(hidden_BD, self.lm_head.weight)
         return few and kernels.library() is not None
-
-    def _last_norm(self, x_BD: Tensor) -> Tensor:
-        norm = self.backbone.norm_f
-        if kernels.fits(x_BD, norm.weight) and kernels.library() is not None:
-            return kernels.norm_rows(x_BD, norm.weight, norm.eps)
-        return norm(x_BD)
 
     def new_cache(
         self, slots: int, capacity: int, ssm_format: str = "fp32", pattern: str | None = None

@@ -73,6 +73,7 @@ class DecodePlan:
             _entry(block, state) for block, state in zip(layers, cache.layers, strict=True)
         ]
         self.segments: list[tuple[int, int, bool]] = []
+        self.model, self.outer = kernels.Model(), None  # of `whole.py`
         for fast, group in groupby(range(len(entries)), lambda i: entries[i] is not None):
             numbers = list(group)
             self.segments.append((numbers[0], numbers[-1] + 1, fast))
@@ -90,16 +91,25 @@ class DecodePlan:
         self.reserved: set[tuple[int, int]] = set()
         self.waits, self.latest = False, kernels.Work()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the kernels run all layers."""
+        return len(self.fitting) == len(self.entries)
+
     def is_still(self, layers: nn.ModuleList) -> bool:
         """Whether these are its layers and all tensors lie where they lay."""
         return layers[0] is self.layers[0] and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
 
     def run(self, x_MD: Tensor, tokens: int, first: int, last: int) -> None:
         """Layers of a fast segment on x [B * tokens, D], contiguous, in place."""
+        kernels.run_layers(self.structs, first, last - first, self.aim(x_MD, tokens))
+
+    def aim(self, x_MD: Tensor, tokens: int) -> kernels.Work:
+        """The work of `begin`, on this residual stream."""
         work = self.work(len(x_MD), tokens)
         self.latest, work.waits = work, self.waits
         work.x, work.length = x_MD.data_ptr(), self.cache.length_B.data_ptr()
-        kernels.run_layers(self.structs, first, last - first, work)
+        return work
 
     def begin(self, rows: int, tokens: int, *, waits: bool) -> None:
         """Before new tokens. waits: Mamba layers keep what a commit needs and let their states be."""
@@ -165,7 +175,7 @@ def reads_padded(layers: nn.ModuleList, cache: Cache, lengths: list[int]) -> boo
     if not min(lengths) or max(cache.lengths) + most > cache.capacity:
         return False
     plan = plan_of(layers, cache, len(lengths) * most)
-    return plan is not None and all(fast for *_, fast in plan.segments)
+    return plan is not None and plan.is_whole
 
 
 def _slow(

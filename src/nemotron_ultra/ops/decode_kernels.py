@@ -15,13 +15,14 @@ import subprocess
 import tempfile
 import warnings
 from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from nemotron_ultra.errors import BackendError
+from nemotron_ultra.errors import BackendError, DataError
 
 SOURCE = Path(__file__).parent / "csrc" / "decode.c"
 SWITCH = "NEMOTRON_ULTRA_DECODE"
@@ -72,6 +73,18 @@ class Work(ctypes.Structure):
     ]
 
 
+class Model(ctypes.Structure):
+    """Twin of `Model` in the source."""
+
+    _fields_ = [
+        ("layers", c_void_p),
+        ("count", c_int64),
+        *((name, c_void_p) for name in ("embedding", "norm", "head")),
+        ("eps", c_float),
+        ("vocabulary", c_int64),
+    ]
+
+
 class Draft(ctypes.Structure):
     """Twin of `Draft` in the source."""
 
@@ -117,13 +130,13 @@ def library() -> ctypes.CDLL | None:
 def run_layers(layers: ctypes.Array[Layer], first: int, count: int, work: Work) -> None:
     """Layers first .. first + count - 1 of an array, on the rows that `work` describes."""
     start = ctypes.addressof(layers) + first * ctypes.sizeof(Layer)
-    library().run_layers(start, count, ctypes.addressof(work), torch.get_num_threads())
+    library().nu_run_layers(start, count, ctypes.addressof(work), torch.get_num_threads())
 
 
 def commit_layers(layers: ctypes.Array[Layer], work: Work, keep_B: Tensor) -> None:
     """The states of all layers with pending tokens take in the first keep_B[b], int64, of row b."""
     start, threads = ctypes.addressof(layers), torch.get_num_threads()
-    library().commit_layers(start, len(layers), ctypes.addressof(work), keep_B.data_ptr(), threads)
+    library().nu_commit_layers(start, len(layers), ctypes.addressof(work), keep_B.data_ptr(), threads)
 
 
 def start(layers: ctypes.Array[Layer]) -> int:
@@ -143,7 +156,7 @@ def few_rows(x_BD: Tensor, weight_VD: Tensor) -> Tensor:
     """x W^T [B, V] for contiguous float32 tensors on a CPU and at most MOST_ROWS rows."""
     y_BV = torch.empty(len(x_BD), len(weight_VD), dtype=x_BD.dtype)
     sizes = (len(x_BD), weight_VD.data_ptr(), weight_VD.shape[1], len(weight_VD), torch.get_num_threads())
-    library().few_rows(x_BD.data_ptr(), y_BV.data_ptr(), *sizes)
+    library().nu_few_rows(x_BD.data_ptr(), y_BV.data_ptr(), *sizes)
     return y_BV
 
 
@@ -154,18 +167,62 @@ def likeliest(x_BD: Tensor, weight_VD: Tensor, usable: int) -> tuple[Tensor, Ten
     token_B, logprob_B, model_B = torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows)
     sizes = (rows, weight_VD.data_ptr(), weight_VD.shape[1], outs, usable)
     found = (token_B.data_ptr(), logprob_B.data_ptr(), model_B.data_ptr(), torch.get_num_threads())
-    library().likeliest(x_BD.data_ptr(), logits_BV.data_ptr(), *sizes, *found)
+    library().nu_likeliest(x_BD.data_ptr(), logits_BV.data_ptr(), *sizes, *found)
     return token_B, logprob_B, model_B
 
 
-def norm_rows(x_BD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    y_BD = torch.empty_like(x_BD)
-    library().norm_rows(x_BD.data_ptr(), weight_D.data_ptr(), eps, *x_BD.shape, y_BD.data_ptr())
-    return y_BD
+def advance(model: Model, work: Work, token_M: Tensor, width: int) -> Tensor:
+    """ids [batch * tokens] of `work` through all layers -> hidden [batch * tokens, width]."""
+    hidden_MD = torch.empty(work.batch * work.tokens, width)
+    pointers = (ctypes.addressof(model), ctypes.addressof(work), token_M.data_ptr(), hidden_MD.data_ptr())
+    library().nu_advance(*pointers, torch.get_num_threads())
+    return hidden_MD
+
+
+@dataclass(frozen=True)
+class Verified:
+    """hidden [M, D] and, after each place, what `likeliest` gives, [M] each; keep_B tokens a row stayed."""
+
+    hidden_MD: Tensor
+    token_M: Tensor
+    logprob_M: Tensor
+    model_logprob_M: Tensor
+    keep_B: Tensor
+
+
+def verify(model: Model, work: Work, token_M: Tensor, width: int, usable: int) -> Verified:
+    """`advance`, `likeliest` and, where states wait, `commit_layers` of what stays: see the source."""
+    batch, rows = work.batch, work.batch * work.tokens
+    found = Verified(
+        torch.empty(rows, width),
+        torch.empty(rows, dtype=torch.int64),
+        torch.empty(rows),
+        torch.empty(rows),
+        torch.empty(batch, dtype=torch.int64),
+    )
+    logits_MV = torch.empty(rows, model.vocabulary)
+    outputs = (found.token_M, found.logprob_M, found.model_logprob_M, found.keep_B)
+    library().nu_verify(
+        ctypes.addressof(model),
+        ctypes.addressof(work),
+        *(t.data_ptr() for t in (token_M, found.hidden_MD, logits_MV)),
+        usable,
+        *(t.data_ptr() for t in outputs),
+        torch.get_num_threads(),
+    )
+    return found
+
+
+def check_ids(model: Model, token_M: Tensor) -> None:
+    """Raises DataError for an id that the model does not have."""
+    place = library().nu_first_unknown(ctypes.addressof(model), token_M.data_ptr(), token_M.numel())
+    if place >= 0:
+        wrong = token_M.flatten()[place].item()
+        raise DataError("token: no id of this model", got=wrong, allowed=f"0 to {model.vocabulary - 1}")
 
 
 def draft(what: Draft, first: Work, later: Work) -> None:
-    library().draft(*map(ctypes.addressof, (what, first, later)), torch.get_num_threads())
+    library().nu_draft(*map(ctypes.addressof, (what, first, later)), torch.get_num_threads())
 
 
 def fits(*tensors: Tensor | None) -> bool:
@@ -184,17 +241,21 @@ def _loaded(command: str) -> ctypes.CDLL:
             _compile(command, made)
             os.replace(made, path)
     found = ctypes.CDLL(str(path))
-    found.run_layers.argtypes = [c_void_p, c_int64, c_void_p, c_int64]
-    found.few_rows.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64]
-    found.commit_layers.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64]
-    found.draft.argtypes = [c_void_p, c_void_p, c_void_p, c_int64]
-    found.likeliest.argtypes = [
+    found.nu_run_layers.argtypes = [c_void_p, c_int64, c_void_p, c_int64]
+    found.nu_few_rows.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64]
+    found.nu_commit_layers.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64]
+    found.nu_draft.argtypes = [c_void_p, c_void_p, c_void_p, c_int64]
+    found.nu_likeliest.argtypes = [
         *(c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64),
         *(c_void_p, c_void_p, c_void_p, c_int64),
     ]
-    found.norm_rows.argtypes = [c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p]
-    found.draft.restype = found.likeliest.restype = found.norm_rows.restype = None
-    found.run_layers.restype = found.commit_layers.restype = found.few_rows.restype = None
+    found.nu_advance.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_int64]
+    found.nu_verify.argtypes = [*[c_void_p] * 5, c_int64, *[c_void_p] * 4, c_int64]
+    found.nu_first_unknown.argtypes, found.nu_first_unknown.restype = [c_void_p, c_void_p, c_int64], c_int64
+    found.nu_draft.restype = found.nu_likeliest.restype = found.nu_advance.restype = (
+        found.nu_verify.restype
+    ) = None
+    found.nu_run_layers.restype = found.nu_commit_layers.restype = found.nu_few_rows.restype = None
     return found
 
 

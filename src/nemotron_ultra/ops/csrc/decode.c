@@ -4,7 +4,8 @@
  * sequence and group, a slice of every expert) that write different memory; threads take piece after piece and
  * go on when all are done, so that a thread which the system holds up delays nobody until it has a piece. The
  * arithmetic is that of ops/step.py, ops/routing.py and ops/experts.py but for the order of
- * sums. Structures have their twins in ops/decode_kernels.py.
+ * sums. Structures have their twins in ops/decode_kernels.py. Functions for others are named nu_..., since C
+ * libraries share their names.
  *
  * x [rows, D] is the residual stream, a row being token k of sequence b: row = b * tokens + k.
  */
@@ -565,7 +566,7 @@ static void work(const Layer *layers, int64_t count, const Work *k, Phase *phase
     }
 }
 
-void run_layers(const Layer *layers, int64_t count, const Work *k, int64_t threads) {
+void nu_run_layers(const Layer *layers, int64_t count, const Work *k, int64_t threads) {
     for (int64_t first = 0, many; first < count; first += many) {
         Phase phases[AT_ONCE * PHASES];
         memset(phases, 0, sizeof phases);
@@ -610,7 +611,7 @@ static void commit_group(const Layer *a, const Work *k, int64_t b, int64_t g, in
 }
 
 /* For all Mamba layers with pending tokens. */
-void commit_layers(const Layer *layers, int64_t count, const Work *k, const int64_t *keep, int64_t threads) {
+void nu_commit_layers(const Layer *layers, int64_t count, const Work *k, const int64_t *keep, int64_t threads) {
 #ifdef _OPENMP
 #pragma omp parallel for collapse(2) num_threads((int)threads) schedule(dynamic)
 #endif
@@ -623,7 +624,7 @@ void commit_layers(const Layer *layers, int64_t count, const Work *k, const int6
 }
 
 /* y [rows, outs] = x [rows, k] w^T, for the head. */
-void few_rows(const float *x, float *y, int64_t rows, const float *w, int64_t k, int64_t outs, int64_t threads) {
+void nu_few_rows(const float *x, float *y, int64_t rows, const float *w, int64_t k, int64_t outs, int64_t threads) {
     Phase phase;
     Matrix matrix = {w, NULL, NULL, outs};
     memset(&phase, 0, sizeof phase);
@@ -719,7 +720,7 @@ static void join(const Draft *d, int64_t row, int64_t D, const float *hidden, in
 }
 
 /* All drafts of all sequences: first the pairs that wait, then one token after the other. */
-void draft(const Draft *d, const Work *first, const Work *later, int64_t threads) {
+void nu_draft(const Draft *d, const Work *first, const Work *later, int64_t threads) {
     int64_t D = first->width, batch = first->batch;
     for (int64_t b = 0; b < batch; b++)
         for (int64_t t = 0; t < first->tokens; t++) {
@@ -747,9 +748,9 @@ static float log_sum(const float *x, int64_t count, float most) {
 
 /* x w^T in `logits`; of each row the place of the largest one among the first `usable`, and its log softmax
  * among those and among all. */
-void likeliest(const float *x, float *logits, int64_t rows, const float *w, int64_t k, int64_t outs,
+void nu_likeliest(const float *x, float *logits, int64_t rows, const float *w, int64_t k, int64_t outs,
                int64_t usable, int64_t *token, float *logprob, float *model_logprob, int64_t threads) {
-    few_rows(x, logits, rows, w, k, outs, threads);
+    nu_few_rows(x, logits, rows, w, k, outs, threads);
     for (int64_t i = 0; i < rows; i++, logits += outs) {
         float most, all;
         token[i] = largest(logits, usable, &most);
@@ -760,7 +761,40 @@ void likeliest(const float *x, float *logits, int64_t rows, const float *w, int6
     }
 }
 
-/* `rms` of a few rows, as the last norm of a step. */
-void norm_rows(const float *x, const float *weight, float eps, int64_t rows, int64_t width, float *out) {
-    rms(x, weight, eps, rows, width, out);
+/* Twin of `Model` in ops/decode_kernels.py: what lies before and behind the layers. */
+typedef struct {
+    const Layer *layers;
+    int64_t count;
+    const float *embedding, *norm, *head;  /* [.., D], [D], [vocabulary, D] */
+    float eps;
+    int64_t vocabulary;
+} Model;
+
+/* The place of the first id that is none of the model's, or -1. */
+int64_t nu_first_unknown(const Model *m, const int64_t *token, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (token[i] < 0 || token[i] >= m->vocabulary) return i;
+    return -1;
+}
+
+/* Tokens [batch, tokens] through all layers; hidden [batch * tokens, D] after the last norm. */
+void nu_advance(const Model *m, const Work *k, const int64_t *token, float *hidden, int64_t threads) {
+    int64_t rows = k->batch * k->tokens;
+    for (int64_t i = 0; i < rows; i++)
+        memcpy(k->x + i * k->width, m->embedding + token[i] * k->width, k->width * sizeof(float));
+    nu_run_layers(m->layers, m->count, k, threads);
+    rms(k->x, m->norm, m->eps, rows, k->width, hidden);
+}
+
+/* `advance`, what is likeliest after each place (`likeliest`), and a commit of the tokens that stay: keep[b] is 1
+ * and the drafts, tokens 1 and later, up to the first that is not the likeliest after the token before it. */
+void nu_verify(const Model *m, const Work *k, const int64_t *token, float *hidden, float *logits, int64_t usable,
+            int64_t *found, float *logprob, float *model_logprob, int64_t *keep, int64_t threads) {
+    int64_t K = k->tokens;
+    nu_advance(m, k, token, hidden, threads);
+    nu_likeliest(hidden, logits, k->batch * K, m->head, k->width, m->vocabulary, usable, found, logprob, model_logprob,
+              threads);
+    for (int64_t b = 0; b < k->batch; b++)
+        for (keep[b] = 1; keep[b] < K && token[b * K + keep[b]] == found[b * K + keep[b] - 1];) keep[b]++;
+    if (k->waits) nu_commit_layers(m->layers, m->count, k, keep, threads);
 }
