@@ -198,9 +198,11 @@ class Speculative:
         return by_rejection(logits_BKV, draft_BJ, torch.stack(q, 1), self.vocab_size, options, numbers)
 
     def _take(self, rows: Rows, hidden_BKD: Tensor, verdict: Verdict, kept: list[int]) -> None:
-        row_B = torch.arange(len(kept), device=hidden_BKD.device)
-        rows.hidden_BD = hidden_BKD[row_B, verdict.accepted_B]
-        self.pending_B = verdict.token_BK[row_B, verdict.accepted_B]
+        places = hidden_BKD.shape[1]
+        last_B = torch.tensor([row * places + count - 1 for row, count in enumerate(kept)])
+        last_B = last_B.to(hidden_BKD.device)
+        rows.hidden_BD = hidden_BKD.flatten(0, 1).index_select(0, last_B)
+        self.pending_B = verdict.token_BK.flatten().index_select(0, last_B)
         self.drafter.saw(0, hidden_BKD, verdict.token_BK, kept)
         for live, count in zip(rows.live, kept, strict=True):
             live.uniforms.skip(count)

@@ -49,9 +49,6 @@ class KeyValues:
     def clear(self, rows: slice) -> None:
         """Nothing: a row of length 0 reads no key."""
 
-    def commit(self, keep_B: Tensor, seen_B: Tensor) -> None:
-        """Nothing: rows are cut by their length."""
-
 
 @dataclass
 class MambaState:
@@ -83,8 +80,6 @@ class MambaState:
             home[rows] = 0
 
     def commit(self, keep_B: Tensor, seen_B: Tensor) -> None:
-        if self.pending is None:  # the layer's kernel has done it
-            return
         rows = slice(0, len(keep_B))
         full_BTC, tokens = self.pending
         self.pending = None
@@ -271,12 +266,14 @@ class Cache:
         )
         self._opened = keep
         self.close()
-        if self.size:
-            kept_B = torch.tensor(keep, device=self._length_B.device)
-            if self.plan is not None:
+        compiled = self.plan is not None and self.plan.waits
+        pending = [s for s in self.layers if isinstance(s, MambaState) and s.pending is not None]
+        if self.size and (compiled or pending):
+            kept_B, seen_B = torch.tensor(keep, device=self._length_B.device), self.length_B
+            if compiled:
                 self.plan.commit(kept_B)
-            for layer in self._states():
-                layer.commit(kept_B, self.length_B)
+            for state in pending:
+                state.commit(kept_B, seen_B)
 
     def cut(self, count: int) -> None:
         """Forget the last `count` tokens of every row; for layers that a shorter length cuts, not `M`."""

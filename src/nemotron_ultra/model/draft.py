@@ -112,9 +112,9 @@ class DraftPlan:
         sizes = (places * self.width, 2 * places * self.width, rows * self.width, rows * self.vocab_size)
         self.pool.grow(list(sizes))
         x, joined, last, logits = (buffer.data_ptr() for buffer in self.pool.buffers)
-        hidden_BKD, token_BK = hidden_BKD.contiguous(), token_BK.contiguous()
+        token_BK = token_BK.contiguous()
         count_B, out_BJ = torch.tensor(counts), torch.empty(rows, drafts, dtype=torch.int64)
-        length_B = plan.cache.length_B.clone()
+        length_B = plan.cache.length_B
         what.hidden, what.hidden_stride = hidden_BKD.data_ptr(), most * self.width
         what.token, what.token_stride = token_BK.data_ptr(), most
         what.counts, what.out, what.drafts = count_B.data_ptr(), out_BJ.data_ptr(), drafts
@@ -146,7 +146,8 @@ class Drafts:
             return None
         if self.plan is None or not self.plan.is_still(layers):
             self.plan = DraftPlan(self.model, layers, self.vocab_size)
-        if not self.plan.fits or not kernels.fits(hidden_BKD.contiguous()):
+        hidden_BKD = hidden_BKD.contiguous()
+        if not self.plan.fits or not kernels.fits(hidden_BKD):
             return None
         assert max(cache.lengths) + most + drafts - 1 <= cache.capacity, "drafts do not fit their slots"
         found = self.plan.run(hidden_BKD, token_BK, counts, drafts)

@@ -130,9 +130,8 @@ class DecodePlan:
 
     def commit(self, keep_B: Tensor) -> None:
         """`MambaState.commit` of the layers that the kernels ran."""
-        if self.waits:
-            kernels.commit_layers(self.structs, self.latest, keep_B)
-            self.waits = False
+        kernels.commit_layers(self.structs, self.latest, keep_B)
+        self.waits = False
 
     def work(self, rows: int, tokens: int) -> kernels.Work:
         threads = torch.get_num_threads()

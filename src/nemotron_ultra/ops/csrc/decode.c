@@ -678,7 +678,7 @@ typedef struct {
     int64_t drafts, hidden_stride, token_stride;
     const float *hidden;
     const int64_t *token, *counts;
-    int64_t *length, *out;                 /* [batch] tokens seen, moved on here; [batch, drafts] */
+    int64_t *length, *out;                 /* [batch] tokens seen, left as they were; [batch, drafts] */
     float *joined, *last, *logits;         /* [batch * tokens, 2 D], [batch, D], [batch, vocabulary] */
 } Draft;
 
@@ -738,6 +738,7 @@ void nu_draft(const Draft *d, const Work *first, const Work *later, int64_t thre
             join(d, b, D, d->last + b * D, token);
         }
     }
+    for (int64_t b = 0; b < batch && d->drafts; b++) d->length[b] -= d->counts[b] + d->drafts - 1;
 }
 
 static float log_sum(const float *x, int64_t count, float most) {
