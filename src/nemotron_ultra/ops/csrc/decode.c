@@ -298,6 +298,21 @@ static void rms(const float *x, const float *weight, float eps, int64_t rows, in
     }
 }
 
+/* out[c] = silu(bias[c] + sum_j in_j[c] tap[c][j]) */
+static void convolve(const float *const *in, const float *restrict tap, const float *bias, int64_t taps,
+                     int64_t count, float *restrict out) {
+    if (bias) memcpy(out, bias, count * sizeof(float));
+    else memset(out, 0, count * sizeof(float));
+    if (taps == 4) {
+        const float *in0 = in[0], *in1 = in[1], *in2 = in[2], *in3 = in[3];
+        for (int64_t c = 0; c < count; c++)
+            out[c] += in0[c] * tap[4 * c] + in1[c] * tap[4 * c + 1] + in2[c] * tap[4 * c + 2] + in3[c] * tap[4 * c + 3];
+    } else
+        for (int64_t j = 0; j < taps; j++)
+            for (int64_t c = 0; c < count; c++) out[c] += in[j][c] * tap[c * taps + j];
+    for (int64_t c = 0; c < count; c++) out[c] *= sigmoid1(out[c]);
+}
+
 /* One (sequence, group): convolution, scan and gated norm of all its tokens. */
 static void mamba_group(const Layer *a, const Work *k, int64_t b, int64_t g, float *scratch) {
     int64_t inner = a->heads * a->head_dim, X = inner / a->groups, N = a->columns, before = a->taps - 1;
@@ -314,19 +329,13 @@ static void mamba_group(const Layer *a, const Work *k, int64_t b, int64_t g, flo
     memset(log_decay, 0, sizeof log_decay);
     for (int64_t t = 0; t < k->tokens; t++) {
         const float *zx = k->wide + (b * k->tokens + t) * W, *in = zx + inner, *dt = in + channels;
-        for (int s = 0, at = 0; s < 3; at += many[s], s++)
-            for (int64_t c = 0; c < many[s]; c++) {
-                int64_t channel = first[s] + c;
-                const float *tap = a->conv + channel * a->taps;
-                float v = (a->conv_bias ? a->conv_bias[channel] : 0) + in[channel] * tap[before];
-                for (int64_t j = 0; j < before; j++) {
-                    int64_t from = t + j; /* in window and tokens laid end to end */
-                    float old = from < before ? window[from * channels + channel]
-                                              : (zx + (from - before - t) * W + inner)[channel];
-                    v += old * tap[j];
-                }
-                conv[at + c] = v * sigmoid1(v);
-            }
+        for (int s = 0, at = 0; s < 3; at += many[s], s++) {
+            const float *from[a->taps];
+            for (int64_t j = 0; j < a->taps; j++) /* t + j: in window and tokens laid end to end */
+                from[j] = (t + j < before ? window + (t + j) * channels : in + (j - before) * W) + first[s];
+            convolve(from, a->conv + first[s] * a->taps, a->conv_bias ? a->conv_bias + first[s] : NULL, a->taps, many[s],
+                     conv + at);
+        }
         const float *B = conv + X, *C = B + N;
         for (int64_t h = 0; h < per; h++) {
             int64_t head = g * per + h;
