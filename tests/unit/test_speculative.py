@@ -160,10 +160,10 @@ def test_rounds_without_drafts_may_come_between():
 
 
 def learnt(seconds, rate: float = 0.7, rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)) -> AdaptiveLength:
-    """After 200 rounds at each number of rows, where a round takes seconds(rows, count)."""
+    """After 180 rounds at each number of rows, where a round takes seconds(rows, count)."""
     length, draw = AdaptiveLength(7), np.random.default_rng(0)
     for size in rows:
-        for _ in range(200):
+        for _ in range(180):
             count = length.choose(size)
             stay = (draw.random((size, count)) < rate).cumprod(1).sum(1)
             tried = [int((stay >= place).sum()) for place in range(count)]

@@ -21,13 +21,13 @@ from torch import nn
 
 GAIN = 1.06  # besides noise: rows that draft cost a little outside their rounds
 NEAR = 0.8  # of plain decoding's speed: drafts so fast are tried again sooner
-PROBES = 3  # rounds; the first of a length is not timed, it has to prepare
+PROBES = 2  # rounds; the first of a length is not timed, it has to prepare
 ENOUGH = 2  # rounds of a length that make its median
 LATEST = 9
 PRIOR_RATE, PRIOR_DRAFTS = 0.6, 4.0
 MEMORY = 0.99  # weight of a round's acceptance after the next one
 TRY_PLAIN, TRY_NEAR, TRY_FAR = 48, 64, 256  # rounds after which the other way is measured anew
-HOLD = 16  # rounds that a choice is kept for
+HOLD = 16  # rounds that a choice is kept for, fewer while few of its kind were timed
 
 
 class DraftLength(Protocol):
@@ -125,7 +125,8 @@ class AdaptiveLength:
             best = 0
         if own.count - own.tried >= wait:
             return other
-        own.choice, own.until = best, own.count + HOLD
+        timed = len(own.seconds.get(best, ()))
+        own.choice, own.until = best, own.count + (min(HOLD, 2 * max(1, timed)) if best else HOLD)
         return best
 
     def note(self, rows: int, count: int, seconds: float, tried: list[int], kept: list[int]) -> None:

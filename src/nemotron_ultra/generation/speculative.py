@@ -91,62 +91,57 @@ class Speculative:
 
     def round(self, rows: Rows, finish: Callable[[list[Run]], Tensor]) -> None:
         begin, size = self.clock(), len(rows.live)
-        runs = self._begin(rows)
+        old, first = len(self.pending_B), self._begin(rows)
         left = [
-            live.request.max_new_tokens - len(live.tokens) - len(run.tokens)
-            for live, run in zip(rows.live, runs, strict=True)
+            live.request.max_new_tokens - len(live.tokens) - (row >= old)
+            for row, live in enumerate(rows.live)
         ]
-        if max(left) <= 0:
-            finish(runs)
+        if max(left) <= 0:  # all rows are new
+            finish(first)
             return
         count = self.length.choose(size)
         if not self.sampled:  # else a row's tokens would depend on how long its company stays
             count = min(count, max(left) - 1)
-        kept = self._verify(rows, count, runs) if count else self._plain(rows, runs)
+        runs = self._verify(rows, count) if count else self._plain(rows)
+        accepted = [len(run.tokens) - 1 for run in runs]
+        for run, begun in zip(runs[old:], first, strict=True):
+            run.tokens[:0], run.logprobs[:0] = begun.tokens, begun.logprobs
+            run.model_logprobs[:0] = begun.model_logprobs
         self.stats["steps"] += 1
-        self._count(size, count, self.clock() - begin, kept, left)
+        self._count(size, count, self.clock() - begin, accepted, left)
         finish(runs)
 
     def _begin(self, rows: Rows) -> list[Run]:
-        """Draw the first token of new rows, which are the last ones; a run for every row, else empty."""
+        """Draw the first token of new rows, which are the last ones -> their runs."""
         old = len(self.pending_B)
-        runs = [Run([], [], []) for _ in range(old)]
         new = rows.live[old:]
         if not new:
-            return runs
+            return []
         hidden_BD = rows.hidden_BD[old:]
         options = RowOptions.of([live.request for live in new], hidden_BD.device)
         drawn = sample(self.model, hidden_BD, self.vocab_size, options, lambda: next_numbers(new))
         self.pending_B = torch.cat([self.pending_B, drawn[0]])
         self.drafter.saw(old, hidden_BD[:, None], drawn[0][:, None], [1] * len(new))
         self.side += [Uniforms(live.request.seed, 1) for live in new] if self.sampled else []
-        lists = (values_B.tolist() for values_B in drawn)
-        return runs + [Run([t], [lp], [own]) for t, lp, own in zip(*lists, strict=True)]
+        return _single(drawn)
 
-    def _plain(self, rows: Rows, runs: list[Run]) -> list[int]:
-        """A round without drafts. -> accepted drafts of each row."""
+    def _plain(self, rows: Rows) -> list[Run]:
+        """A round without drafts."""
         hidden_BD = rows.hidden_BD = self.model.step(self.pending_B, rows.cache)
         drawn = sample(self.model, hidden_BD, self.vocab_size, rows.options, lambda: next_numbers(rows.live))
         self.pending_B = drawn[0]
-        self.drafter.saw(0, hidden_BD[:, None], drawn[0][:, None], [1] * len(runs))
-        lists = (values_B.tolist() for values_B in drawn)
-        for run, token, logprob, own in zip(runs, *lists, strict=True):
-            run.tokens.append(token)
-            run.logprobs.append(logprob)
-            run.model_logprobs.append(own)
+        ones = [1] * len(rows.live)
+        self.drafter.saw(0, hidden_BD[:, None], drawn[0][:, None], ones)
         if self.sampled:
-            self._skip_side([1] * len(runs))
-        return [0] * len(runs)
+            self._skip_side(ones)
+        return _single(drawn)
 
     def _skip_side(self, counts: list[int]) -> None:
         for uniforms, count in zip(self.side, counts, strict=True):
             uniforms.skip(len(uniforms.peek(SIDE * count)))
 
-    def _verify(self, rows: Rows, count: int, runs: list[Run]) -> list[int]:
-        """Draft, extend, verify and commit; rows.hidden_BD is then that of the last token that stayed.
-
-        -> accepted drafts of each row.
-        """
+    def _verify(self, rows: Rows, count: int) -> list[Run]:
+        """Draft, extend, verify and commit; rows.hidden_BD is then that of the last token that stayed."""
         side, q = [], []
 
         def pick(logits_BV: Tensor, number: int) -> Tensor:
@@ -166,19 +161,15 @@ class Speculative:
         if found is None:
             hidden_BKD = self.model.extend(tokens_BK, rows.cache)
             verdict = self._verdict(rows, hidden_BKD, draft_BJ, q, side)
-            accepted = verdict.accepted_B.tolist()
-            rows.cache.commit([number + 1 for number in accepted])
+            kept = [number + 1 for number in verdict.accepted_B.tolist()]
+            rows.cache.commit(kept)
         else:
             hidden_BKD, verdict = found.hidden_MD.view(*tokens_BK.shape, -1), likeliest_run(found, tokens_BK)
-            accepted = verdict.accepted_B.tolist()
-        self._take(rows, hidden_BKD, verdict, [number + 1 for number in accepted])
+            kept = found.keep_B.tolist()
+        self._take(rows, hidden_BKD, verdict, kept)
         columns = (verdict.token_BK, verdict.logprob_BK, verdict.model_logprob_BK)
         lists = [values_BK.tolist() for values_BK in columns]
-        for run, end, tokens, logprobs, own in zip(runs, accepted, *lists, strict=True):
-            run.tokens.extend(tokens[: end + 1])
-            run.logprobs.extend(logprobs[: end + 1])
-            run.model_logprobs.extend(own[: end + 1])
-        return accepted
+        return [Run(*(values[:count] for values in row)) for count, *row in zip(kept, *lists, strict=True)]
 
     def _verdict(
         self, rows: Rows, hidden_BKD: Tensor, draft_BJ: Tensor, q: list[Tensor], side: list[list[float]]
@@ -251,6 +242,11 @@ def draft_metrics(stats: dict[str, float]) -> dict[str, float]:
         found[f"acceptance_rate_{place}"] = stats[f"accepted_{place}"] / stats[f"drafted_{place}"]
         place += 1
     return found
+
+
+def _single(drawn: tuple[Tensor, Tensor, Tensor]) -> list[Run]:
+    """A run of one token for each row that was drawn."""
+    return [Run([t], [lp], [own]) for t, lp, own in zip(*(x_B.tolist() for x_B in drawn), strict=True)]
 
 
 def _column(numbers: list, like: Tensor) -> Tensor:
