@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemotron_ultra.errors import DataError
-from nemotron_ultra.ops.segments import Segments
+from nemotron_ultra.ops.segments import Segments, pad_rows
 
 
 def test_positions_and_rests():
@@ -32,3 +32,13 @@ def test_one_document_by_default():
 def test_bounds_that_do_not_fit(bounds):
     with pytest.raises(DataError, match="pack of 5 tokens"):
         Segments(5, torch.tensor(bounds, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("lengths", [[3], [2, 2], [1, 4, 2], [5, 1]])
+def test_rows_are_padded_to_the_longest(lengths):
+    values_TC = torch.arange(1.0, 1 + 2 * sum(lengths)).view(-1, 2)
+    padded_BKC, places_T = pad_rows(values_TC, lengths)
+    assert padded_BKC.shape == (len(lengths), max(lengths), 2)
+    for row, part_TC in zip(padded_BKC, values_TC.split(lengths), strict=True):
+        assert torch.equal(row[: len(part_TC)], part_TC) and not row[len(part_TC) :].any()
+    assert torch.equal(padded_BKC.flatten(0, 1)[places_T], values_TC)
