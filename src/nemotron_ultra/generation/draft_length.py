@@ -26,7 +26,7 @@ ENOUGH = 2  # rounds of a length that make its median
 LATEST = 9
 PRIOR_RATE, PRIOR_DRAFTS = 0.6, 4.0
 MEMORY = 0.99  # weight of a round's acceptance after the next one
-TRY_PLAIN, TRY_NEAR, TRY_FAR = 48, 64, 256  # rounds after which the other way is measured anew
+TRY_PLAIN, TRY_NEAR, TRY_FAR = 48, 128, 256  # rounds after which the other way is measured anew
 HOLD = 16  # rounds that a choice is kept for, fewer while few of its kind were timed
 
 
