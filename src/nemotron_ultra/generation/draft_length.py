@@ -2,9 +2,10 @@
 
 E(k) = 1 + sum_{j<=k} prod_{i<=j} r_i, r_i the share of drafts i that stayed after drafts 1..i-1 had. T is
 the median of the latest rounds of (rows, k); T(k) - T(0) is taken as proportional to k + 1/2 from the nearest
-k that was measured. Drafts must promise GAIN more than none, so that noise costs little. Rounds that only
-measure are few: PROBES with drafts when so many rows come for the first time, later one in TRY_CLOSE (drafts
-promise little: a machine whose speed drifts is soon found out), TRY_PLAIN, TRY_NEAR or TRY_FAR.
+k that was measured. Times are kept at one pace, since a machine that becomes slower would make the way that
+was measured last look dear. Drafts must promise GAIN more than none, so that noise costs little. Rounds that
+only measure are few: PROBES with drafts when so many rows come for the first time, later one in TRY_CLOSE
+(where drafts promise less than CLEAR), TRY_PLAIN, TRY_NEAR or TRY_FAR.
 """
 
 from __future__ import annotations
@@ -28,12 +29,8 @@ FOLLOW = 0.3  # share of a round's surprise that is taken for the machine's pace
 PRIOR_RATE, PRIOR_DRAFTS = 0.6, 4.0
 MEMORY = 0.99  # weight of a round's acceptance after the next one
 CLEAR = 1.3  # times plain decoding: drafts so fast hardly turn out to be slower
-TRY_CLOSE, TRY_PLAIN, TRY_NEAR, TRY_FAR = (
-    12,
-    48,
-    128,
-    256,
-)  # rounds after which the other way is measured anew
+TRY_CLOSE, TRY_PLAIN = 12, 48  # rounds with drafts after which one without is measured anew
+TRY_NEAR, TRY_FAR = 128, 256  # and the other way round
 HOLD = 16  # rounds that a choice is kept for, fewer while few of its kind were timed
 
 
