@@ -28,6 +28,7 @@ from nemotron_ultra.generation.verify import (
     repeated,
 )
 from nemotron_ultra.model.hybrid import HybridLM
+from nemotron_ultra.ops.decode_kernels import Verified
 
 SIDE = 2  # numbers that a place takes besides the one it is drawn with: for its draft, and to accept it
 
@@ -127,9 +128,14 @@ class Speculative:
 
     def _plain(self, rows: Rows) -> list[Run]:
         """A round without drafts."""
-        hidden_BD = rows.hidden_BD = self.model.step(self.pending_B, rows.cache)
-        drawn = sample(self.model, hidden_BD, self.vocab_size, rows.options, lambda: next_numbers(rows.live))
-        self.pending_B = drawn[0]
+        found = self._whole(rows, self.pending_B[:, None])
+        if found is None:
+            hidden_BD = self.model.step(self.pending_B, rows.cache)
+            live = rows.live
+            drawn = sample(self.model, hidden_BD, self.vocab_size, rows.options, lambda: next_numbers(live))
+        else:
+            hidden_BD, drawn = found.hidden_MD, (found.token_M, found.logprob_M, found.model_logprob_M)
+        rows.hidden_BD, self.pending_B = hidden_BD, drawn[0]
         ones = [1] * len(rows.live)
         self.drafter.saw(0, hidden_BD[:, None], drawn[0][:, None], ones)
         if self.sampled:
@@ -155,9 +161,7 @@ class Speculative:
         rejects = self.sampled and not rows.options.all_greedy
         draft_BJ = self.drafter.draft(count, pick if rejects else None)
         tokens_BK = torch.cat([self.pending_B[:, None], draft_BJ], 1)
-        found = None
-        if rows.options.all_greedy:
-            found = self.model.verify(tokens_BK, rows.cache, self.vocab_size)
+        found = self._whole(rows, tokens_BK)
         if found is None:
             hidden_BKD = self.model.extend(tokens_BK, rows.cache)
             verdict = self._verdict(rows, hidden_BKD, draft_BJ, q, side)
@@ -170,6 +174,12 @@ class Speculative:
         columns = (verdict.token_BK, verdict.logprob_BK, verdict.model_logprob_BK)
         lists = [values_BK.tolist() for values_BK in columns]
         return [Run(*(values[:count] for values in row)) for count, *row in zip(kept, *lists, strict=True)]
+
+    def _whole(self, rows: Rows, tokens_BK: Tensor) -> Verified | None:
+        """What follows greedily, drafts verified and committed, in one call where that can be."""
+        if not rows.options.all_greedy:
+            return None
+        return self.model.verify(tokens_BK, rows.cache, self.vocab_size)
 
     def _verdict(
         self, rows: Rows, hidden_BKD: Tensor, draft_BJ: Tensor, q: list[Tensor], side: list[list[float]]
