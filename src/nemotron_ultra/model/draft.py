@@ -24,14 +24,14 @@ class ByteWeights:
     def __init__(self, sources: list[Tensor]):
         self.sources = [source.detach() for source in sources]
         self.addresses = [source.data_ptr() for source in sources]
-        self.versions = [source._version for source in sources]
+        self.versions = list(map(_version, sources))
         self.copies = [_bytes(source) for source in self.sources]
         self.places = {address: number for number, address in enumerate(self.addresses)}
 
     def are_of(self, sources: list[Tensor]) -> bool:
         return (
             list(map(Tensor.data_ptr, sources)) == self.addresses
-            and [source._version for source in sources] == self.versions
+            and list(map(_version, sources)) == self.versions
         )
 
     def of(self, matrix: kernels.Matrix) -> kernels.Matrix:
@@ -40,6 +40,11 @@ class ByteWeights:
             return matrix
         codes, scale = self.copies[self.places[matrix.data]]
         return kernels.Matrix(codes.data_ptr(), scale.data_ptr(), matrix.bias, matrix.outs)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often its values have changed; inference tensors do not count, and cannot be trained."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
