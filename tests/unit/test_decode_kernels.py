@@ -260,6 +260,94 @@ def test_new_weights_are_used_at_once_wherever_they_lie():
     assert torch.equal(model.step(tokens_B, cache), other.step(tokens_B, reference))
 
 
+def _assigned(model: HybridLM, other: HybridLM) -> None:
+    model.load_state_dict({name: t.clone() for name, t in other.state_dict().items()}, assign=True)
+
+
+def _layer(model: HybridLM, other: HybridLM) -> None:
+    model.backbone.layers[2] = other.backbone.layers[2]
+
+
+def _mixer(model: HybridLM, other: HybridLM) -> None:
+    model.backbone.layers[0].mixer = other.backbone.layers[0].mixer
+
+
+def _parameter(model: HybridLM, other: HybridLM) -> None:
+    model.backbone.layers[1].mixer.in_proj.weight = other.backbone.layers[1].mixer.in_proj.weight
+
+
+def _product(model: HybridLM, other: HybridLM) -> None:
+    model.backbone.layers[0].mixer.in_proj.product = lambda x, weight, bias: 2 * (x @ weight.T)
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("replace", [_assigned, _layer, _mixer, _parameter, _product])
+def test_what_is_replaced_under_a_live_cache_is_used(replace):
+    model, other = micro_model(pattern="MM*E"), micro_model(pattern="MM*E")
+    other.init_weights(9)
+    _, cache = run(model, 2)
+    _, copy = run(model, 2)
+    replace(model, other)
+    copy.plan = None  # it knows nothing of before
+    tokens_B = torch.tensor([5, 9])
+    plain_B = micro_model(pattern="MM*E").step(tokens_B, run(micro_model(pattern="MM*E"), 2)[1])
+    found_B = model.step(tokens_B, cache)
+    assert torch.equal(found_B, model.step(tokens_B, copy)) and not torch.equal(found_B, plain_B)
+
+
+@needs_compiler
+@torch.no_grad()
+def test_a_replaced_head_is_drafted_with():
+    model, other = drawn(), drawn()
+    maker, draw = Drafts(model, 64), torch.Generator().manual_seed(3)
+    pairs = torch.randn(1, 2, 32, generator=draw), torch.randint(64, (1, 2), generator=draw)
+
+    def drafted(maker: Drafts) -> Tensor:
+        cache = model.new_cache(1, 60, pattern=model.config.mtp_pattern)
+        cache.admit_new(1)
+        return maker.run(cache, *pairs, [2], 6)
+
+    before = drafted(maker)
+    for one in (model, other):
+        one.lm_head.weight = torch.nn.Parameter(one.lm_head.weight.roll(3, 0))
+    assert torch.equal(drafted(maker), drafted(Drafts(other, 64)))
+    assert not torch.equal(before, drafted(maker))
+
+
+@needs_compiler
+def test_models_made_for_inference_alone_draft_too():
+    with torch.inference_mode():
+        model = micro_model()
+    plain, drafted = (generate(model, [[1, 2, 3]], 6, draft_tokens=k)[0].tokens for k in (0, 3))
+    assert plain == drafted
+
+
+@needs_compiler
+def test_a_head_in_another_dtype_is_left_to_torch():
+    """Also where its memory is that of the head before."""
+    model = micro_model()
+    _, cache = run(model, 2)
+    head = model.lm_head.weight
+    memory = head.data
+    head.data = memory.view(torch.bfloat16)[:, :32]
+    assert head.data_ptr() == memory.data_ptr()
+    assert model.verify(torch.tensor([[1], [2]]), cache, 64) is None
+
+
+@pytest.mark.parametrize("lengths", [[4, 1], [150, 151]])
+def test_a_prompt_with_an_unknown_id_leaves_the_cache_as_it_was(lengths):
+    model = micro_model()
+    cache = model.new_cache(2, 200)
+    cache.admit_new(2)
+    tokens_T = torch.ones(sum(lengths), dtype=torch.int64)
+    tokens_T[-1] = 99
+    with pytest.raises((DataError, IndexError)):
+        model.read(tokens_T, lengths, cache)
+    tokens_T[-1] = 9
+    assert model.read(tokens_T, lengths, cache)[1].lengths == lengths
+
+
 @needs_compiler
 def test_float64_and_small_states_are_left_to_torch():
     _, cache = run(micro_model(torch.float64), 2)

@@ -159,6 +159,24 @@ def test_rounds_without_drafts_may_come_between():
     assert scheduler.stats["drafted"] == 3
 
 
+@pytest.mark.parametrize(
+    "drafting", [Drafting(tokens=1), Drafting(tokens=3), Drafting(tokens=3, sampled=True)]
+)
+def test_a_request_for_one_token_may_fill_its_slot(drafting):
+    """Beside one that has tokens to go, both as long as a slot may be."""
+    model = agreeing_model()
+    scheduler = Scheduler(model, max_slots=4, max_tokens=20, make_decoder=drafting.decoder(model))
+    requests = [
+        Request(prompt=(1, 2, 3), max_new_tokens=17, temperature=0.0),
+        Request(prompt=tuple(range(3, 22)), max_new_tokens=1, temperature=0.0),
+    ]
+    for request in requests:
+        scheduler.submit(request)
+    found = run(scheduler)
+    for number, request in enumerate(requests):
+        same([found[number]], generate(model, [request.prompt], request.max_new_tokens))
+
+
 def learnt(seconds, rate: float = 0.7, rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)) -> AdaptiveLength:
     """After 180 rounds at each number of rows, where a round takes seconds(rows, count)."""
     length, draw = AdaptiveLength(7), np.random.default_rng(0)

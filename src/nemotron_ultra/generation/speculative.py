@@ -68,7 +68,8 @@ class Speculative:
 
     def __init__(self, scheduler: Scheduler, length: DraftLength, *, sampled: bool = False):
         self.model, self.vocab_size, self.stats = scheduler.model, scheduler.vocab_size, scheduler.stats
-        self.length, self.sampled, self.slack = length, sampled, length.most
+        self.length, self.sampled = length, sampled
+        self.slack = length.most + 1  # a new row that wants one token drafts in its company's round
         capacity = scheduler.max_tokens + length.most + WIDE
         self.drafter = Drafter(self.model, scheduler.max_slots, capacity, self.vocab_size)
         self.stats.update(dict.fromkeys(("rounds", "drafted", "accepted"), 0))

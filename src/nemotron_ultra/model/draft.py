@@ -102,10 +102,12 @@ class DraftPlan:
         lowered.expert_down = self.copies.of(lowered.expert_down)
         return lowered
 
-    def is_still(self, layers: DecodePlan) -> bool:
+    def is_still(self, model: HybridLM, layers: DecodePlan) -> bool:
         """Whether everything lies where it lay, and the copies are of the weights as they are."""
         return (
             layers is self.layers
+            and model.backbone.embeddings.weight is self.tensors[0]
+            and model.lm_head.weight is self.sources[0]
             and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
             and (not self.fits or self.copies.are_of(self.sources))
         )
@@ -148,8 +150,9 @@ class Drafts:
         rows, most, _ = hidden_BKD.shape
         layers = plan_of(self.model.mtp.layers, cache, rows * most)
         if layers is None or not layers.is_whole:
+            _copies.pop(self.model, None)
             return None
-        if self.plan is None or not self.plan.is_still(layers):
+        if self.plan is None or not self.plan.is_still(self.model, layers):
             self.plan = DraftPlan(self.model, layers, self.vocab_size)
         hidden_BKD = hidden_BKD.contiguous()
         if not self.plan.fits or not kernels.fits(hidden_BKD):

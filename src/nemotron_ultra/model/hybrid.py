@@ -201,8 +201,8 @@ class HybridLM(nn.Module):
         if not isinstance(cache, Cache):
             cache = self.new_cache(segments.count, room)
             cache.admit_new(segments.count)
-        cache.open(segments.lengths)
         (x_TD,) = self._embed(tokens_T, 0, segments)
+        cache.open(segments.lengths)
         for layer, state in zip(self.backbone.layers, cache.layers, strict=True):
             x_TD = layer.prefill(x_TD, segments, state, cache)
         cache.close()

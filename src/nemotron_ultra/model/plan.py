@@ -2,7 +2,7 @@
 
 A layer takes part if its weights and its state are float32 on a CPU and its products are the plain ones; a
 precision policy keeps its own products, layer by layer. Weights are read where they lie, so that new values
-need no new plan; weights that move, or other products, do (`is_still`).
+need no new plan; weights that move or are replaced, and other products, do (`is_still`).
 """
 
 from __future__ import annotations
@@ -61,6 +61,28 @@ class Pool:
         return True
 
 
+class Watch:
+    """Finds out when a part, a tensor or a product of modules has been replaced, or a tensor has moved."""
+
+    def __init__(self, modules: list[nn.Module], tensors: list[Tensor]):
+        inner = [one for module in modules for one in module.modules()]
+        dicts = [d for one in inner for d in (one._modules, one._parameters, one._buffers)]
+        places = [(d, name) for d in dicts for name in d]
+        places += [(vars(one), "product") for one in inner if isinstance(one, Linear)]
+        places += [(vars(one), "run") for one in inner if "run" in vars(one)]
+        self.dicts, self.names = [d for d, _ in places], [name for _, name in places]
+        self.objects = list(map(dict.get, self.dicts, self.names))  # kept, so that no other gets their ids
+        self.ids = list(map(id, self.objects))
+        self.tensors = [found for found in self.objects if isinstance(found, Tensor)] + tensors
+        self.addresses = list(map(Tensor.data_ptr, self.tensors))
+
+    def is_still(self) -> bool:
+        return (
+            list(map(id, map(dict.get, self.dicts, self.names))) == self.ids
+            and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
+        )
+
+
 class DecodePlan:
     """The layers of a model as they are stepped with one cache.
 
@@ -82,8 +104,7 @@ class DecodePlan:
             *(kernels.Layer() if entry is None else entry.layer for entry in entries)
         )
         self.fitting = fitting
-        self.tensors = [t for entry in fitting for t in entry.tensors]
-        self.addresses = [t.data_ptr() for t in self.tensors]
+        self.watch = Watch(self.layers, [t for state in cache.layers if state for t in state.tensors()])
         self.width = layers[0].norm.weight.shape[0] if len(layers) else 0
         self.works: dict[tuple[int, int, int], kernels.Work] = {}
         self.work_pool = Pool()
@@ -97,8 +118,8 @@ class DecodePlan:
         return len(self.fitting) == len(self.entries)
 
     def is_still(self, layers: nn.ModuleList) -> bool:
-        """Whether these are its layers and all tensors lie where they lay."""
-        return layers[0] is self.layers[0] and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
+        """Whether these are its layers, with the same parts, and all tensors lie where they lay."""
+        return list(layers) == self.layers and self.watch.is_still()
 
     def run(self, x_MD: Tensor, tokens: int, first: int, last: int) -> None:
         """Layers of a fast segment on x [B * tokens, D], contiguous, in place."""

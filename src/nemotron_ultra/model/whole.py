@@ -57,10 +57,10 @@ def _plan(parts: Parts, cache: Cache, tokens_BK: Tensor) -> DecodePlan | None:
     if plan is None or not plan.is_whole:
         return None
     tensors = (parts.embedding_VD, parts.norm.weight, parts.head_VD)
+    if not kernels.fits(*tensors):
+        return None
     addresses = [tensor.data_ptr() for tensor in tensors]
     if plan.outer != addresses:
-        if not kernels.fits(*tensors):
-            return None
         plan.outer, plan.model.layers, plan.model.count = (
             addresses,
             kernels.start(plan.structs),
