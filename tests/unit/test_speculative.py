@@ -213,32 +213,6 @@ def test_adaptive_length_gives_up_drafts_that_do_not_stay():
 
 
 @pytest.mark.parametrize(
-    ("rows", "rate", "plain", "each", "least"),
-    [
-        (16, 0.68, 9.0, 11.0, 0.98),
-        (8, 0.7, 7.5, 5.2, 0.97),
-        (1, 0.1, 4.0, 0.8, 0.97),
-        (1, 0.7, 4.0, 0.8, 1.2),
-    ],
-)
-def test_adaptive_length_on_a_machine_whose_speed_drifts(rows, rate, plain, each, least):
-    """Tokens a second over those of plain decoding, 640 rounds: where drafts do not pay, hardly less."""
-    for seed in range(20):
-        length, draw = AdaptiveLength(7), np.random.default_rng(seed)
-        pace = spent = tokens = without = 0.0
-        for _ in range(640):
-            pace = 0.98 * pace + 0.06 * draw.normal()
-            count, slow = length.choose(rows), np.exp(pace + 0.1 * abs(draw.normal()))
-            stay = (draw.random((rows, count)) < rate).cumprod(1).sum(1)
-            tried = [int((stay >= place).sum()) for place in range(count)]
-            seconds = (plain + each * count) * slow
-            length.note(rows, count, seconds, tried, [int((stay > place).sum()) for place in range(count)])
-            spent, without = spent + seconds, without + plain * slow
-            tokens += 1 + stay.mean()
-        assert tokens / 640 * without / spent > least, seed
-
-
-@pytest.mark.parametrize(
     ("changes", "drafts", "message"),
     [
         ({"num_nextn_predict_layers": 0}, 3, r"no MTP module.*got 3.*allowed: 0"),

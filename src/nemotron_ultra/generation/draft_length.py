@@ -2,10 +2,9 @@
 
 E(k) = 1 + sum_{j<=k} prod_{i<=j} r_i, r_i the share of drafts i that stayed after drafts 1..i-1 had. T is
 the median of the latest rounds of (rows, k); T(k) - T(0) is taken as proportional to k + 1/2 from the nearest
-k that was measured. Times are kept at one pace, since a machine that becomes slower would make the way that
-was measured last look dear. Drafts must promise GAIN more than none, so that noise costs little. Rounds that
-only measure are few: PROBES with drafts when so many rows come for the first time, later one in TRY_CLOSE
-(where drafts promise less than CLEAR), TRY_PLAIN, TRY_NEAR or TRY_FAR.
+k that was measured. Drafts must promise GAIN more than none, so that noise costs little. Rounds that only
+measure are few: PROBES with drafts when so many rows come for the first time, later one in TRY_CLOSE (drafts
+promise little: a machine whose speed drifts is soon found out), TRY_PLAIN, TRY_NEAR or TRY_FAR.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ GAIN = 1.08  # besides noise: rows that draft cost a little outside their rounds
 NEAR = 0.8  # of plain decoding's speed: drafts so fast are tried again sooner
 PROBES = 2  # rounds; the first of a length is not timed, it has to prepare
 ENOUGH = 2  # rounds of a length that make its median
-LATEST = 9
-FOLLOW = 0.3  # share of a round's surprise that is taken for the machine's pace
+LATEST = 5
 PRIOR_RATE, PRIOR_DRAFTS = 0.6, 4.0
 MEMORY = 0.99  # weight of a round's acceptance after the next one
 CLEAR = 1.3  # times plain decoding: drafts so fast hardly turn out to be slower
@@ -69,24 +67,16 @@ class Rounds:
     last: int = 0  # drafts of the last round
     choice: int = 0
     until: int = 0  # the round that the choice is kept to
-    pace: float = 1.0  # how many times slower the machine is than at first
     tried: int = 0  # the last round that was not of the chosen kind
 
     def note(self, drafts: int, seconds: float) -> None:
         self.count, self.last = self.count + 1, drafts
         self.drafted += drafts > 0
         if drafts in self.prepared:
-            self._time(drafts, seconds)
+            self.seconds[drafts].append(seconds)
         self.prepared.add(drafts)
         if (drafts > 0) != (self.choice > 0):
             self.tried = self.count
-
-    def _time(self, drafts: int, seconds: float) -> None:
-        """Times are kept as they would be at the pace of the first one."""
-        seconds, known = seconds / self.pace, self.seconds[drafts]
-        if known:
-            self.pace *= (seconds / median(known)) ** FOLLOW
-        known.append(seconds)
 
     def of(self, most: int) -> dict[int, float]:
         """Seconds of a round by its drafts, 0 to `most`; empty before rounds of both kinds were timed."""
