@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,7 +9,7 @@ from drafting import agreeing_model
 from micro import micro_model
 from nemotron_ultra.errors import ConfigError
 from nemotron_ultra.generation import Completion, Drafting, Request, Sampler, Scheduler, generate
-from nemotron_ultra.generation.draft_length import AdaptiveLength, FixedLength
+from nemotron_ultra.generation.draft_length import FixedLength
 from nemotron_ultra.generation.drafter import REACH
 from nemotron_ultra.generation.speculative import Speculative, draft_metrics
 from nemotron_ultra.model.hybrid import HybridLM
@@ -175,41 +174,6 @@ def test_a_request_for_one_token_may_fill_its_slot(drafting):
     found = run(scheduler)
     for number, request in enumerate(requests):
         same([found[number]], generate(model, [request.prompt], request.max_new_tokens))
-
-
-def learnt(seconds, rate: float = 0.7, rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)) -> AdaptiveLength:
-    """After 180 rounds at each number of rows, where a round takes seconds(rows, count)."""
-    length, draw = AdaptiveLength(7), np.random.default_rng(0)
-    for size in rows:
-        for _ in range(180):
-            count = length.choose(size)
-            stay = (draw.random((size, count)) < rate).cumprod(1).sum(1)
-            tried = [int((stay >= place).sum()) for place in range(count)]
-            length.note(
-                size, count, seconds(size, count), tried, [int((stay > p).sum()) for p in range(count)]
-            )
-    return length
-
-
-def test_adaptive_length_takes_what_is_fastest():
-    """Rounds get dearer by each token of each row: long drafts for one row, none for many."""
-
-    def seconds(rows: int, count: int) -> float:
-        return 5 + 0.3 * count + 0.3 * rows * (1 + count)
-
-    length = learnt(seconds)
-    for rows in (1, 2, 4, 8, 16, 32, 64):
-        speeds = [sum(0.7**j for j in range(k + 1)) / seconds(rows, k) for k in range(8)]
-        chosen = [length.choose(rows) for _ in range(9)]
-        assert speeds[int(np.median(chosen))] > 0.97 * max(speeds), rows
-    assert np.median([length.choose(1) for _ in range(9)]) >= 3
-    assert np.median([length.choose(64) for _ in range(9)]) == 0
-    assert length.rates()[0] == pytest.approx(0.7, abs=0.05)
-
-
-def test_adaptive_length_gives_up_drafts_that_do_not_stay():
-    length = learnt(lambda rows, count: 5 + 1.5 * count, rate=0.05)
-    assert sum(length.choose(1) > 0 for _ in range(200)) <= 2
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""How many tokens to draft: k that gives the most tokens a second, E(k) / T(rows, k), both as measured.
+"""How many tokens to draft: k that gives the most tokens a second, E(k) / Q(k), both as measured.
 
-E(k) = 1 + sum_{j<=k} prod_{i<=j} r_i, r_i the share of drafts i that stayed after drafts 1..i-1 had. T is
-the median of the latest rounds of (rows, k); T(k) - T(0) is taken as proportional to k + 1/2 from the nearest
-k that was measured. Drafts must promise GAIN more than none, so that noise costs little. Rounds that only
-measure are few: PROBES with drafts when so many rows come for the first time, later one in TRY_CLOSE (drafts
-promise little: a machine whose speed drifts is soon found out), TRY_PLAIN, TRY_NEAR or TRY_FAR.
+E(k) = 1 + sum_{j<=k} prod_{i<=j} r_i, r_i the share of drafts i that stayed after drafts 1..i-1 had.
+Q(k) = T(k) / T(0), the median of the latest quotients of a round with k drafts and one without next to it: a
+machine whose speed drifts changes both. Q(k) - 1 is taken as proportional to k + 1/2 from the nearest k that
+was measured. Drafts must promise GAIN more than none, so that noise costs little. Quotients come from visits,
+short and rare: one round without drafts while there are some, or two with drafts while there are none.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ import numpy as np
 from torch import nn
 
 GAIN = 1.08  # besides noise: rows that draft cost a little outside their rounds
-NEAR = 0.8  # of plain decoding's speed: drafts so fast are tried again sooner
-PROBES = 2  # rounds; the first of a length is not timed, it has to prepare
-ENOUGH = 2  # rounds of a length that make its median
-LATEST = 5
-PRIOR_RATE, PRIOR_DRAFTS = 0.6, 4.0
-MEMORY = 0.99  # weight of a round's acceptance after the next one
+NEAR = 0.8  # of plain decoding's speed: drafts so fast are visited sooner
 CLEAR = 1.3  # times plain decoding: drafts so fast hardly turn out to be slower
-TRY_CLOSE, TRY_PLAIN = 12, 48  # rounds with drafts after which one without is measured anew
-TRY_NEAR, TRY_FAR = 128, 256  # and the other way round
-HOLD = 16  # rounds that a choice is kept for, fewer while few of its kind were timed
+FIRST = 2  # rounds without drafts before the first visit
+TRY_CLOSE, TRY_PLAIN = 12, 48  # rounds between visits of plain decoding
+TRY_NEAR, TRY_FAR = 128, 256  # between visits of drafts
+LATEST = 5  # quotients that are kept of a length
+EARLY = 4  # visits come so much sooner before ENOUGH quotients of a length are known
+ENOUGH = 3
+HOLD = 16  # rounds with drafts that a choice is kept for
+BESIDE, APART = 3, 6  # rounds whose median is compared, and how far they may lie from the others
+PRIOR_RATE, PRIOR_DRAFTS = 0.6, 4.0
+MEMORY = 0.99  # weight of a round's acceptance after the next one with drafts
+VISITED = 0.95  # the same where such rounds are rare
 
 
 class DraftLength(Protocol):
     most: int
 
     def choose(self, rows: int) -> int:
-        """Drafts of the next round, at most `most`."""
+        """Drafts of the next round, at most `most`; the same until `note`."""
         ...
 
     def note(self, rows: int, count: int, seconds: float, tried: list[int], kept: list[int]) -> None:
@@ -56,48 +59,64 @@ class FixedLength:
 
 @dataclass
 class Rounds:
-    """What is known of rounds of about so many rows. seconds: of the latest ones, by their drafts."""
+    """What is known of rounds of about so many rows. Numbers count the rounds of all."""
 
-    seconds: dict[int, deque[float]] = field(
+    quotients: dict[int, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=LATEST))
     )
-    prepared: set[int] = field(default_factory=set)
+    plain: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=BESIDE))  # number, seconds
+    drafted: deque[float] = field(default_factory=lambda: deque(maxlen=BESIDE))  # as many drafts as the last
+    number: int = 0  # of the last round
+    drafts: int = 0  # of the last round
     count: int = 0
-    drafted: int = 0
-    last: int = 0  # drafts of the last round
     choice: int = 0
-    until: int = 0  # the round that the choice is kept to
-    tried: int = 0  # the last round that was not of the chosen kind
+    until: int = 0  # the count that the choice is kept to
+    visit: deque[int] = field(default_factory=deque)  # drafts of the rounds that are left of a visit
+    visits: int = 0
+    visited: int = 0  # the count at the last visit
 
-    def note(self, drafts: int, seconds: float) -> None:
-        self.count, self.last = self.count + 1, drafts
-        self.drafted += drafts > 0
-        if drafts in self.prepared:
-            self.seconds[drafts].append(seconds)
-        self.prepared.add(drafts)
-        if (drafts > 0) != (self.choice > 0):
-            self.tried = self.count
+    def note(self, number: int, drafts: int, seconds: float) -> None:
+        next_to = number == self.number + 1
+        if drafts:
+            if drafts == self.drafts and next_to:
+                self.drafted.append(seconds)
+            else:  # the first round has to prepare
+                self.drafted.clear()
+        else:
+            self.plain.append((number, seconds))
+            if self.drafted and next_to:
+                beside = [spent for at, spent in self.plain if number - at <= APART]
+                self.quotients[self.drafts].append(median(self.drafted) / median(beside))
+                self.until = 0
+            self.drafted.clear()
+        self.number, self.drafts, self.count = number, drafts, self.count + 1
+        if self.visit and self.visit.popleft() != drafts:  # the rows had not so many tokens to get
+            self.visit.clear()
 
-    def of(self, most: int) -> dict[int, float]:
-        """Seconds of a round by its drafts, 0 to `most`; empty before rounds of both kinds were timed."""
-        known = {k: median(seconds) for k, seconds in self.seconds.items() if seconds}
-        plain = known.pop(0, None)
-        if plain is None or not known:
-            return {}
-        found = {0: plain}
+    def begin(self, *drafts: int) -> int:
+        self.visit.extend(drafts)
+        self.visits, self.visited = self.visits + 1, self.count
+        return drafts[0]
+
+    def known(self, drafts: int) -> int:
+        return len(self.quotients.get(drafts, ()))
+
+    def of(self, most: int) -> list[float]:
+        """Q(0) to Q(most); some length is known."""
+        found = {k: max(0.02, median(quotients) - 1) for k, quotients in self.quotients.items()}
+        quotients = [1.0]
         for k in range(1, most + 1):
-            near = min(known, key=lambda m: (abs(m - k), m))
-            share = 1.0 if len(self.seconds.get(k, ())) >= ENOUGH else (k + 0.5) / (near + 0.5)
-            found[k] = plain + max(known[near] - plain, 0.02 * plain) * share
-        return found
+            near = min(found, key=lambda m: (abs(m - k), m))
+            quotients.append(1 + found[near] * (k + 0.5) / (near + 0.5))
+        return quotients
 
 
 class AdaptiveLength:
     """The measured choice; one object serves all generation with a model, so that nothing is learnt twice."""
 
     def __init__(self, most: int):
-        self.most = most
-        self.rounds: dict[int, Rounds] = defaultdict(Rounds)
+        self.most, self.number = most, 0
+        self.rounds: dict[int, Rounds] = {}
         self.tried, self.kept = np.zeros(most), np.zeros(most)
 
     def rates(self) -> list[float]:
@@ -109,33 +128,46 @@ class AdaptiveLength:
         return rates
 
     def choose(self, rows: int) -> int:
-        own = self.rounds[_class(rows)]
+        own = self._of(rows)
+        if own.visit:
+            return own.visit[0]
         if own.count < own.until:
             return own.choice
-        seconds = own.of(self.most)
-        if own.drafted < PROBES or not seconds:
-            between = own.last or len(own.seconds[0]) < ENOUGH
-            return 0 if between else min(self.most, 3 if rows <= 8 else 1)
-        runs = [1.0, *(1 + np.cumprod(self.rates()).cumsum())]
-        speeds = {k: runs[k] / seconds[k] for k in seconds}
-        plain = speeds.pop(0)
-        best = other = max(speeds, key=speeds.get)
-        wait = TRY_NEAR if speeds[best] > NEAR * plain else TRY_FAR
-        if speeds[best] > GAIN * plain:
-            other, wait = 0, TRY_PLAIN if speeds[best] > CLEAR * plain else TRY_CLOSE
-        else:
-            best = 0
-        if own.count - own.tried >= wait:
-            return other
-        timed = len(own.seconds.get(best, ()))
-        own.choice, own.until = best, own.count + (min(HOLD, 2 * max(1, timed)) if best else HOLD)
+        best, drafts, wait = self._weigh(own, rows)
+        due = own.visited + wait
+        if own.count >= due:
+            return own.begin(0) if best else own.begin(drafts, drafts, 0)
+        own.choice, own.until = best, min(due, own.count + HOLD) if best else due
         return best
 
     def note(self, rows: int, count: int, seconds: float, tried: list[int], kept: list[int]) -> None:
-        self.rounds[_class(rows)].note(count, seconds)
+        own = self._of(rows)
+        self.number += 1
+        own.note(self.number, count, seconds)
         if count:
-            self.tried[:count] = self.tried[:count] * MEMORY + tried
-            self.kept[:count] = self.kept[:count] * MEMORY + kept
+            memory = MEMORY if own.choice else VISITED
+            self.tried[:count] = self.tried[:count] * memory + tried
+            self.kept[:count] = self.kept[:count] * memory + kept
+
+    def _weigh(self, own: Rounds, rows: int) -> tuple[int, int, int]:
+        """The best choice, the best number of drafts above 0, and rounds from one visit to the next."""
+        if not own.quotients:
+            return 0, min(self.most, 3 if rows <= 8 else 1), min(TRY_FAR, FIRST << 2 * own.visits)
+        runs = [1.0, *(1 + np.cumprod(self.rates()).cumsum())]
+        speeds = [run / quotient for run, quotient in zip(runs, own.of(self.most), strict=True)]
+        drafts = max(range(1, self.most + 1), key=speeds.__getitem__)
+        if speeds[drafts] > GAIN:
+            best, wait = drafts, TRY_PLAIN if speeds[drafts] > CLEAR else TRY_CLOSE
+        else:
+            best, wait = 0, TRY_NEAR if speeds[drafts] > NEAR else TRY_FAR
+        return best, drafts, wait // EARLY if own.known(drafts) < ENOUGH else wait
+
+    def _of(self, rows: int) -> Rounds:
+        found = self.rounds.get(rows)
+        if found is None:
+            alike = rows if rows <= 4 else round(2 ** (round(2 * math.log2(rows)) / 2))
+            found = self.rounds[rows] = self.rounds.setdefault(alike, Rounds())
+        return found
 
 
 _known: WeakKeyDictionary[nn.Module, dict[int, AdaptiveLength]] = WeakKeyDictionary()
@@ -144,8 +176,3 @@ _known: WeakKeyDictionary[nn.Module, dict[int, AdaptiveLength]] = WeakKeyDiction
 def adaptive_length(model: nn.Module, most: int) -> AdaptiveLength:
     """What is known of this model so far."""
     return _known.setdefault(model, {}).setdefault(most, AdaptiveLength(most))
-
-
-def _class(rows: int) -> int:
-    """1, 2, 3, 4, 6, 8, 11, 16, ...: rows whose rounds take about as long."""
-    return rows if rows <= 4 else round(2 ** (round(2 * math.log2(rows)) / 2))

@@ -62,12 +62,23 @@ def check_drafts(model: HybridLM, draft_tokens: int) -> None:
 
 @dataclass
 class _Round:
-    """Hidden states of a round, the tokens after them, how many of each count, and where each live row is."""
+    """Hidden states of a round, the tokens after them, how many of each count, and where each live row is.
 
-    hidden_BKD: Tensor
-    token_BK: Tensor
+    [B, K, D] and [B, K], or [B, D] and [B] of a round of one token.
+    """
+
+    hidden: Tensor
+    token: Tensor
     counts: list[int]
     rows: list[int | None]
+
+    @property
+    def hidden_BKD(self) -> Tensor:
+        return self.hidden.view(len(self.counts), -1, self.hidden.shape[-1])
+
+    @property
+    def token_BK(self) -> Tensor:
+        return self.token.view(len(self.counts), -1)
 
 
 class Drafter:
@@ -106,13 +117,13 @@ class Drafter:
             seen.rows = [seen.rows[row] if row < len(seen.rows) else None for row in order]
         return order_B
 
-    def saw(self, first: int, hidden_BKD: Tensor, token_BK: Tensor, counts: list[int]) -> None:
-        """Row first + b was given its first counts[b] hidden states; token_BK are those that came next."""
+    def saw(self, first: int, hidden: Tensor, token: Tensor, counts: list[int]) -> None:
+        """Row first + b was given its first counts[b] hidden states, and tokens came next; see `_Round`."""
+        seen = _Round(hidden, token, counts, [None] * first + list(range(len(counts))))
         if first == 0:
-            self.rounds.append(_Round(hidden_BKD, token_BK, counts, list(range(len(counts)))))
-            return
-        for row, count in enumerate(counts):
-            self.behind[first + row].append((hidden_BKD[row, :count], token_BK[row, :count]))
+            self.rounds.append(seen)
+        else:
+            self._give(seen)
 
     def draft(self, count: int, pick: Pick | None = None) -> Tensor:
         """`count` tokens, 1 or more, for every live row, [B, count]; each row has a pair that waits.
@@ -135,13 +146,17 @@ class Drafter:
         self.cache.cut(count - 1)
         return torch.stack(drafts, 1)
 
+    def _give(self, seen: _Round) -> None:
+        hidden_BKD, token_BK = seen.hidden_BKD, seen.token_BK
+        for pairs, row in zip(self.behind, seen.rows, strict=False):
+            if row is not None:
+                count = seen.counts[row]
+                pairs.append((hidden_BKD[row, :count], token_BK[row, :count]))
+
     def _sort(self) -> None:
         """`rounds` to the rows that they are of."""
         for seen in self.rounds:
-            for pairs, row in zip(self.behind, seen.rows, strict=False):
-                if row is not None:
-                    count = seen.counts[row]
-                    pairs.append((seen.hidden_BKD[row, :count], seen.token_BK[row, :count]))
+            self._give(seen)
         self.rounds.clear()
 
     def _waiting(self) -> tuple[Tensor | None, tuple[Tensor, Tensor, list[int]] | None]:

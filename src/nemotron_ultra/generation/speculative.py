@@ -77,8 +77,6 @@ class Speculative:
             self.stats.update({f"drafted_{place}": 0, f"accepted_{place}": 0})
         self.pending_B = torch.empty(0, dtype=torch.int64, device=scheduler.device)
         self.side: list[Uniforms] = []
-        # on a CPU a busy machine would be taken for dear drafts
-        self.clock = time.process_time if scheduler.device.type == "cpu" else time.perf_counter
         self._repeated: tuple[RowOptions, int, RowOptions] | None = None
 
     def admitted(self, prompts: list[Tensor], hidden: list[Tensor] | None, index_B: Tensor) -> None:
@@ -92,7 +90,7 @@ class Speculative:
             self.side = [self.side[row] for row in order_B.tolist()]
 
     def round(self, rows: Rows, finish: Callable[[list[Run]], Tensor]) -> None:
-        begin, size = self.clock(), len(rows.live)
+        begin, size = time.perf_counter(), len(rows.live)
         old, first = len(self.pending_B), self._begin(rows)
         left = [
             live.request.max_new_tokens - len(live.tokens) - (row >= old)
@@ -110,7 +108,7 @@ class Speculative:
             run.tokens[:0], run.logprobs[:0] = begun.tokens, begun.logprobs
             run.model_logprobs[:0] = begun.model_logprobs
         self.stats["steps"] += 1
-        self._count(size, count, self.clock() - begin, accepted, left)
+        self._count(size, count, time.perf_counter() - begin, accepted, left)
         finish(runs)
 
     def _begin(self, rows: Rows) -> list[Run]:
@@ -123,7 +121,7 @@ class Speculative:
         options = RowOptions.of([live.request for live in new], hidden_BD.device)
         drawn = sample(self.model, hidden_BD, self.vocab_size, options, lambda: next_numbers(new))
         self.pending_B = torch.cat([self.pending_B, drawn[0]])
-        self.drafter.saw(old, hidden_BD[:, None], drawn[0][:, None], [1] * len(new))
+        self.drafter.saw(old, hidden_BD, drawn[0], [1] * len(new))
         self.side += [Uniforms(live.request.seed, 1) for live in new] if self.sampled else []
         return _single(drawn)
 
@@ -138,7 +136,7 @@ class Speculative:
             hidden_BD, drawn = found.hidden_MD, (found.token_M, found.logprob_M, found.model_logprob_M)
         rows.hidden_BD, self.pending_B = hidden_BD, drawn[0]
         ones = [1] * len(rows.live)
-        self.drafter.saw(0, hidden_BD[:, None], drawn[0][:, None], ones)
+        self.drafter.saw(0, hidden_BD, drawn[0], ones)
         if self.sampled:
             self._skip_side(ones)
         return _single(drawn)

@@ -48,7 +48,10 @@ def verify(parts: Parts, tokens_BK: Tensor, cache: Cache, usable: int) -> kernel
     ids_BK, work, _x = _opened(plan, tokens_BK, cache, waits=tokens_BK.shape[1] > 1)
     found = kernels.verify(plan.model, work, ids_BK, plan.width, usable)
     plan.waits = False
-    cache.commit(found.keep_B)
+    if tokens_BK.shape[1] > 1:
+        cache.commit(found.keep_B)
+    else:
+        cache.close()
     return found
 
 
