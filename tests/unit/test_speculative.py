@@ -145,7 +145,7 @@ class Alternating(FixedLength):
 
     def choose(self, rows: int) -> int:
         self.round += 1
-        return 3 if self.round % (REACH + 20) == 0 else 0
+        return 3 if self.round == REACH + 20 else 0
 
 
 def test_rounds_without_drafts_may_come_between():

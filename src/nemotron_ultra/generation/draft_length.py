@@ -1,10 +1,11 @@
 """How many tokens to draft: k that gives the most tokens a second, E(k) / Q(k), both as measured.
 
 E(k) = 1 + sum_{j<=k} prod_{i<=j} r_i, r_i the share of drafts i that stayed after drafts 1..i-1 had.
-Q(k) = T(k) / T(0), the median of the latest quotients of a round with k drafts and one without next to it: a
-machine whose speed drifts changes both. Q(k) - 1 is taken as proportional to k + 1/2 from the nearest k that
-was measured. Drafts must promise GAIN more than none, so that noise costs little. Quotients come from visits,
-short and rare: one round without drafts while there are some, or two with drafts while there are none.
+Q(k) = T(k) / T(0), the median of the latest quotients of a round with k drafts and those without just before
+it: a machine whose speed drifts changes both. Q(k) - 1 is taken as proportional to k + 1/2 from the nearest k
+that was measured. Drafts must promise GAIN more than none, so that noise costs little. Quotients come from
+visits, rare and always alike, since what runs seldom finds its weights far away in memory: SETTLED rounds
+without drafts, then two with.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from torch import nn
 GAIN = 1.08  # besides noise: rows that draft cost a little outside their rounds
 NEAR = 0.8  # of plain decoding's speed: drafts so fast are visited sooner
 CLEAR = 1.3  # times plain decoding: drafts so fast hardly turn out to be slower
-FIRST = 2  # rounds without drafts before the first visit
-TRY_CLOSE, TRY_PLAIN = 12, 48  # rounds between visits of plain decoding
-TRY_NEAR, TRY_FAR = 128, 256  # between visits of drafts
-LATEST = 5  # quotients that are kept of a length
+SETTLED, BESIDE = 6, 3  # rounds without drafts before one with them is timed; the last ones count
+TRY_CLOSE, TRY_PLAIN = 48, 128  # rounds from visit to visit while there are drafts
+TRY_NEAR, TRY_FAR = 128, 256  # while there are none; where they are far, each time twice as many
+LONGEST = 2  # times twice as many
 EARLY = 4  # visits come so much sooner before ENOUGH quotients of a length are known
-ENOUGH = 3
+ENOUGH, TWICE = 3, 2  # without TWICE quotients there are no drafts but on a visit
+LATEST = 5  # quotients that are kept of a length
 HOLD = 16  # rounds with drafts that a choice is kept for
-BESIDE, APART = 3, 6  # rounds whose median is compared, and how far they may lie from the others
 PRIOR_RATE, PRIOR_DRAFTS = 0.6, 4.0
 MEMORY = 0.99  # weight of a round's acceptance after the next one with drafts
-VISITED = 0.95  # the same where such rounds are rare
+VISITED = 0.9  # the same where such rounds are rare
 
 
 class DraftLength(Protocol):
@@ -64,8 +65,7 @@ class Rounds:
     quotients: dict[int, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=LATEST))
     )
-    plain: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=BESIDE))  # number, seconds
-    drafted: deque[float] = field(default_factory=lambda: deque(maxlen=BESIDE))  # as many drafts as the last
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=SETTLED))  # seconds, one after another
     number: int = 0  # of the last round
     drafts: int = 0  # of the last round
     count: int = 0
@@ -74,21 +74,17 @@ class Rounds:
     visit: deque[int] = field(default_factory=deque)  # drafts of the rounds that are left of a visit
     visits: int = 0
     visited: int = 0  # the count at the last visit
+    far: int = 0  # visits in a row that found drafts far
 
     def note(self, number: int, drafts: int, seconds: float) -> None:
-        next_to = number == self.number + 1
-        if drafts:
-            if drafts == self.drafts and next_to:
-                self.drafted.append(seconds)
-            else:  # the first round has to prepare
-                self.drafted.clear()
-        else:
-            self.plain.append((number, seconds))
-            if self.drafted and next_to:
-                beside = [spent for at, spent in self.plain if number - at <= APART]
-                self.quotients[self.drafts].append(median(self.drafted) / median(beside))
-                self.until = 0
-            self.drafted.clear()
+        again = drafts == self.drafts and number == self.number + 1
+        if drafts and again and len(self.plain) == SETTLED:  # the first round had to prepare
+            self.quotients[drafts].append(seconds / median(list(self.plain)[-BESIDE:]))
+            self.until = 0
+        if number != self.number + 1 or self.drafts:
+            self.plain.clear()
+        if not drafts:
+            self.plain.append(seconds)
         self.number, self.drafts, self.count = number, drafts, self.count + 1
         if self.visit and self.visit.popleft() != drafts:  # the rows had not so many tokens to get
             self.visit.clear()
@@ -136,7 +132,8 @@ class AdaptiveLength:
         best, drafts, wait = self._weigh(own, rows)
         due = own.visited + wait
         if own.count >= due:
-            return own.begin(0) if best else own.begin(drafts, drafts, 0)
+            own.far = own.far + 1 if wait >= TRY_FAR else 0
+            return own.begin(*[0] * SETTLED * (best > 0), drafts, drafts)
         own.choice, own.until = best, min(due, own.count + HOLD) if best else due
         return best
 
@@ -152,14 +149,16 @@ class AdaptiveLength:
     def _weigh(self, own: Rounds, rows: int) -> tuple[int, int, int]:
         """The best choice, the best number of drafts above 0, and rounds from one visit to the next."""
         if not own.quotients:
-            return 0, min(self.most, 3 if rows <= 8 else 1), min(TRY_FAR, FIRST << 2 * own.visits)
+            return 0, min(self.most, 3 if rows <= 8 else 1), min(TRY_FAR, SETTLED << 2 * own.visits)
         runs = [1.0, *(1 + np.cumprod(self.rates()).cumsum())]
         speeds = [run / quotient for run, quotient in zip(runs, own.of(self.most), strict=True)]
         drafts = max(range(1, self.most + 1), key=speeds.__getitem__)
+        if speeds[drafts] > GAIN and sum(map(len, own.quotients.values())) < TWICE:
+            return 0, drafts, 2 * SETTLED
         if speeds[drafts] > GAIN:
             best, wait = drafts, TRY_PLAIN if speeds[drafts] > CLEAR else TRY_CLOSE
         else:
-            best, wait = 0, TRY_NEAR if speeds[drafts] > NEAR else TRY_FAR
+            best, wait = 0, TRY_NEAR if speeds[drafts] > NEAR else TRY_FAR << min(own.far, LONGEST)
         return best, drafts, wait // EARLY if own.known(drafts) < ENOUGH else wait
 
     def _of(self, rows: int) -> Rounds:

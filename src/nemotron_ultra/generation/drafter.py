@@ -22,9 +22,8 @@ from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.model.plan import reads_padded
 from nemotron_ultra.ops.segments import Segments, pad_rows
 
-REACH = 128  # pairs of a row that are taken in at once, at most
-TOGETHER, LEAST = 128, 4  # of all rows, but LEAST of each: so that the first drafts cost little
-WIDE = 16  # pairs of a row above which rows are read as `HybridLM.read` does, packed or padded
+REACH = 16  # pairs of a row that wait, at most: drafts made of more were not seen to stay oftener
+TOGETHER, LEAST = 128, 4  # pairs of all rows that are taken in at once, but LEAST of each
 
 # Called with (logits [B, V], number of the draft from 0) -> token [B].
 Pick = Callable[[Tensor, int], Tensor]
@@ -92,16 +91,17 @@ class Drafter:
         self.rounds: deque[_Round] = deque(maxlen=REACH)  # of all rows, later than `behind`
 
     def admitted(self, prompts: list[Tensor], hidden: list[Tensor], index_B: Tensor, *, now: bool) -> None:
-        """New rows: copies of prompts index_B. now: read each prompt once, here, if they are short together.
+        """New rows: copies of prompts index_B. now: read the ends of prompts, each once, here.
 
-        Else their last pairs are read with the first draft.
+        Else a few of their pairs are read with the first draft.
         """
-        pairs = [(h_TD[:-1][-REACH:], p_T[1:][-REACH:]) for h_TD, p_T in zip(hidden, prompts, strict=True)]
+        room = max(LEAST, TOGETHER // len(prompts)) if now else REACH
+        pairs = [(h_TD[:-1][-room:], p_T[1:][-room:]) for h_TD, p_T in zip(hidden, prompts, strict=True)]
         lengths = [len(tokens) for _, tokens in pairs]
-        if now and min(lengths) and sum(lengths) <= TOGETHER:
+        if now and min(lengths):
             read = self.model.new_cache(len(pairs), max(lengths), pattern=self.model.config.mtp_pattern)
             read.admit_new(len(pairs))
-            self._prefill(*map(torch.cat, zip(*pairs, strict=True)), lengths, read)
+            self._read(*map(torch.cat, zip(*pairs, strict=True)), lengths, read)
             self.cache.admit(read, index_B)
             self.behind += [[] for _ in range(len(index_B))]
             return
@@ -130,11 +130,10 @@ class Drafter:
 
         pick: how a draft is chosen, by default the likeliest id.
         """
-        g_BD, padded = self._waiting()
-        if padded is not None:
-            if pick is None and (found := self.drafts.run(self.cache, *padded, count)) is not None:
-                return found
-            g_BD = self._extend(*padded)
+        waiting = self._waiting()
+        if pick is None and (found := self.drafts.run(self.cache, *waiting, count)) is not None:
+            return found
+        g_BD = self._extend(*waiting)
         drafts: list[Tensor] = []
         for number in range(count):
             logits_BV = self.model.next_logits(g_BD)[:, : self.vocab_size]
@@ -159,10 +158,8 @@ class Drafter:
             self._give(seen)
         self.rounds.clear()
 
-    def _waiting(self) -> tuple[Tensor | None, tuple[Tensor, Tensor, list[int]] | None]:
-        """The pairs that wait: [B, K, D], [B, K] and how many of each row count; many of them are taken in
-        at once -> g [B, D] after each row's last one, None.
-        """
+    def _waiting(self) -> tuple[Tensor, Tensor, list[int]]:
+        """The pairs that wait: [B, K, D], [B, K] and how many of each row count."""
         last = self.rounds[-1] if len(self.rounds) == 1 and not any(self.behind) else None
         if (
             last is not None
@@ -171,7 +168,7 @@ class Drafter:
         ):
             self.rounds.clear()
             most = max(last.counts)
-            return None, (last.hidden_BKD[:, :most], last.token_BK[:, :most], last.counts)
+            return last.hidden_BKD[:, :most], last.token_BK[:, :most], last.counts
         self._sort()
         room = max(LEAST, min(REACH, TOGETHER // len(self.behind)))
         waiting = [_latest(pairs, room) for pairs in self.behind]
@@ -180,16 +177,13 @@ class Drafter:
             torch.cat([pair[side] for pairs in waiting for pair in pairs]) for side in (0, 1)
         )
         self.behind = [[] for _ in lengths]
-        if max(lengths) > WIDE:
-            g_TD = self._prefill(hidden_TD, token_T, lengths, self.cache)
-            return g_TD[torch.tensor(lengths, device=g_TD.device).cumsum(0) - 1], None
         most, rows = max(lengths), len(lengths)
         if min(lengths) < most:
             begins = torch.tensor([0, *lengths], device=token_T.device).cumsum(0)[:-1]
             places_BK = begins[:, None] + torch.arange(most, device=token_T.device)
             places_BK.clamp_(max=len(token_T) - 1)  # what a shorter row has too many is not kept
             hidden_TD, token_T = hidden_TD[places_BK.flatten()], token_T[places_BK.flatten()]
-        return None, (hidden_TD.view(rows, most, -1), token_T.view(rows, most), lengths)
+        return hidden_TD.view(rows, most, -1), token_T.view(rows, most), lengths
 
     def _extend(self, hidden_BKD: Tensor, token_BK: Tensor, lengths: list[int]) -> Tensor:
         most = max(lengths)
@@ -199,15 +193,16 @@ class Drafter:
             return g_BKD[:, -1]
         return g_BKD[self.cache.rows_B, torch.tensor(lengths, device=g_BKD.device) - 1]
 
-    def _prefill(self, hidden_TD: Tensor, token_T: Tensor, lengths: list[int], cache: Cache) -> Tensor:
+    def _read(self, hidden_TD: Tensor, token_T: Tensor, lengths: list[int], cache: Cache) -> None:
+        """lengths[b] pairs of row b, end to end, into a cache that has seen nothing."""
         if reads_padded(self.model.mtp.layers, cache, lengths):
-            (hidden_BKD, places_T), (token_BK, _) = (pad_rows(x, lengths) for x in (hidden_TD, token_T))
-            g_BKD = self.model.mtp.extend(hidden_BKD, self._embed(token_BK), cache)
+            (hidden_BKD, _), (token_BK, _) = (pad_rows(x, lengths) for x in (hidden_TD, token_T))
+            self.model.mtp.extend(hidden_BKD, self._embed(token_BK), cache)
             cache.commit(lengths)
-            return g_BKD.flatten(0, 1)[places_T]
+            return
         bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         segments = Segments(len(token_T), bounds, token_T.device)
-        return self.model.mtp.prefill(hidden_TD, self._embed(token_T), segments, cache)
+        self.model.mtp.prefill(hidden_TD, self._embed(token_T), segments, cache)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         model = self.model

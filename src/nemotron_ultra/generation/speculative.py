@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nemotron_ultra.generation.draft_length import DraftLength, FixedLength, adaptive_length
-from nemotron_ultra.generation.drafter import WIDE, Drafter, check_drafts
+from nemotron_ultra.generation.drafter import REACH, Drafter, check_drafts
 from nemotron_ultra.generation.draw import Uniforms
 from nemotron_ultra.generation.sampling import RowOptions, sample
 from nemotron_ultra.generation.scheduler import Decoder, Rows, Run, Scheduler, next_numbers
@@ -70,7 +70,7 @@ class Speculative:
         self.model, self.vocab_size, self.stats = scheduler.model, scheduler.vocab_size, scheduler.stats
         self.length, self.sampled = length, sampled
         self.slack = length.most + 1  # a new row that wants one token drafts in its company's round
-        capacity = scheduler.max_tokens + length.most + WIDE
+        capacity = scheduler.max_tokens + length.most + REACH
         self.drafter = Drafter(self.model, scheduler.max_slots, capacity, self.vocab_size)
         self.stats.update(dict.fromkeys(("rounds", "drafted", "accepted"), 0))
         for place in range(1, length.most + 1):
