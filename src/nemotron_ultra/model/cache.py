@@ -23,6 +23,7 @@ from nemotron_ultra.config.model import ModelConfig
 from nemotron_ultra.errors import ConfigError, DataError
 from nemotron_ultra.ops.ssm_store import STORES, PlainStore, check_format, store_bytes
 from nemotron_ultra.ops.step import SsdTokens, conv_commit, ssd_commit
+from nemotron_ultra.ops.zeros import late_zeros
 
 
 @dataclass
@@ -132,7 +133,7 @@ class Cache:
         for number, letter in enumerate(config.pattern if pattern is None else pattern):
             if letter == "*":
                 shape = (slots, config.num_key_value_heads, capacity, config.head_dim)
-                layers.append(KeyValues(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))))
+                layers.append(KeyValues(*(late_zeros(shape, dtype, device) for _ in range(2))))
             elif letter == "M":
                 shape = (slots, groups, config.ssm_state_size, width)
                 window = (slots, config.conv_kernel - 1, config.conv_dim)

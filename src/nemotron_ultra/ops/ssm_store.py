@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemotron_ultra.errors import ConfigError
 from nemotron_ultra.ops.state_formats import BLOCK, Int8State, to_float16, to_int8
+from nemotron_ultra.ops.zeros import late_zeros
 
 FORMATS = ("fp32", "fp16_sr", "int8_sr")
 LOW = (1 << 32) - 1
@@ -26,7 +27,7 @@ class PlainStore:
     """The state itself: `load` gives a view, and writing into it is storing."""
 
     def __init__(self, shape: tuple[int, ...], layer: int, dtype: torch.dtype, device: torch.device | str):
-        self.state = torch.zeros(shape, dtype=dtype, device=device)
+        self.state = late_zeros(shape, dtype, device)
 
     def tensors(self) -> list[Tensor]:
         return [self.state]
