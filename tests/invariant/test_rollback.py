@@ -101,7 +101,7 @@ def test_the_drafter_s_cache_holds_what_was_seen_and_no_draft():
     """Rows see 1 to 4 pairs a round; in two rounds of three they draft."""
     model, draw = agreeing_model(), torch.Generator().manual_seed(6)
     drafter, pairs = Drafter(model, 3, 400, 64), []
-    prompts = [torch.randint(64, (length,), generator=draw) for length in (1, 5, 30)]
+    prompts = [torch.randint(64, (length,), generator=draw) for length in (1, 5, 12)]
     hidden = [torch.randn(len(p), 32, generator=draw, dtype=torch.float64) for p in prompts]
     drafter.admitted(prompts, hidden, torch.tensor([2, 0, 1]), now=False)
     pairs = [(hidden[row][:-1], prompts[row][1:]) for row in (2, 0, 1)]
@@ -115,9 +115,9 @@ def test_the_drafter_s_cache_holds_what_was_seen_and_no_draft():
             for b, (h, t) in enumerate(pairs)
         ]
         if number % 3 < 2:
-            assert drafter.draft(1 + number % 7, likeliest).shape == (3, 1 + number % 7)
+            assert drafter.draft(1 + number % 7, drafter.waiting(), likeliest).shape == (3, 1 + number % 7)
             assert distance(drafter.cache, fresh_mtp(model, pairs)) < 1e-10
     drafter.dropped(torch.tensor([True, False, False]))
     drafter.saw(0, hidden_BKD, token_BK, [1, 1])
-    drafter.draft(2, likeliest)
+    drafter.draft(2, drafter.waiting(), likeliest)
     assert len(drafter.cache.lengths) == 2

@@ -15,6 +15,8 @@ from nemotron_ultra.generation.drafter import Drafter
 from nemotron_ultra.model.cache import Cache
 from nemotron_ultra.model.draft import Drafts
 from nemotron_ultra.model.hybrid import HybridLM, apply_head
+from nemotron_ultra.model.latent_moe import Experts
+from nemotron_ultra.model.linear import Linear, plain_product
 from nemotron_ultra.ops import decode_kernels as kernels
 from nemotron_ultra.precision.apply import apply_policy
 
@@ -110,29 +112,63 @@ def test_greedy_ids_with_their_logprobs(usable):
         assert torch.allclose(found_B, expected_B, atol=1e-5)
 
 
+def rounded(x: Tensor) -> Tensor:
+    """As bytes with a scale for each row hold it."""
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return (x / scale).round() * scale
+
+
+def rounded_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return plain_product(rounded(x), rounded(weight), bias)
+
+
+def rounded_experts(
+    x_TL: Tensor, indices_TK: Tensor, weights_TK: Tensor, up_EFL: Tensor, down_ELF: Tensor
+) -> Tensor:
+    h_TKF = torch.einsum("tl,tkfl->tkf", rounded(x_TL), rounded(up_EFL)[indices_TK]).relu() ** 2
+    y_TKL = torch.einsum("tkf,tklf->tkl", rounded(h_TKF), rounded(down_ELF)[indices_TK])
+    return (weights_TK[..., None] * y_TKL).sum(1)
+
+
+def rounding_model(**changes) -> HybridLM:
+    """Its MTP module and head round weights and activations, all but the router."""
+    model = agreeing_model(torch.float32, **changes)
+    for module in model.mtp.modules():
+        if type(module) is Linear:
+            module.product = rounded_product
+        if isinstance(module, Experts):
+            module.run = rounded_experts
+    model.next_logits = lambda hidden_BD: rounded_product(hidden_BD, model.lm_head.weight, None)
+    return model
+
+
 @needs_compiler
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("rows", "changes"), [(1, {}), (3, {"mtp_pattern": "*-*"}), (7, {"vocab_size": 131})]
+    ("rows", "changes"),
+    [
+        (1, {}),
+        (3, {"mtp_pattern": "*-*"}),
+        (7, {"vocab_size": 131}),
+        (2, {"hidden_size": 80, "moe_latent_size": 24, "vocab_size": 65, "mlp_bias": True}),
+        (1, {"moe_shared_expert_intermediate_size": 0, "moe_latent_size": 0, "mlp_bias": True}),
+    ],
 )
 def test_drafts_in_one_call_are_those_one_by_one(rows, changes):
-    """Rows take in different numbers of pairs; what they draft is forgotten. Bytes hold these weights."""
-    model, caches = agreeing_model(torch.float32, **changes), []
-    for name, weight in model.named_parameters():
-        if weight.ndim > 1 and name.startswith(("mtp", "lm_head")):
-            scale = weight.abs().amax(-1, keepdim=True) / 127
-            weight.copy_((weight / scale).round_() * scale)
-    for pick in (None, lambda logits_BV, number: logits_BV.argmax(-1)):
+    """Rows take in different numbers of pairs; what they draft is forgotten."""
+    caches = []
+    for model in (agreeing_model(torch.float32, **changes), rounding_model(**changes)):
         draw, drafter = torch.Generator().manual_seed(rows), Drafter(model, rows, 300, 64)
-        prompts = [torch.arange(3, 9 + row) for row in range(rows)]
-        hidden = [torch.randn(len(prompt), 32, generator=draw) for prompt in prompts]
-        drafter.admitted(prompts, hidden, torch.arange(rows), now=True)
+        width = model.config.hidden_size
         found = []
         for number in range(1, 9):
-            hidden_BKD = torch.randn(rows, 4, 32, generator=draw)
+            hidden_BKD = torch.randn(rows, 4, width, generator=draw)
             token_BK = torch.randint(64, (rows, 4), generator=draw)
+            if number == 1:
+                drafter.cache.admit_new(rows)
+                drafter.behind = [[] for _ in range(rows)]
             drafter.saw(0, hidden_BKD, token_BK, [1 + (row + number) % 4 for row in range(rows)])
-            found.append(drafter.draft(number, pick))
+            found.append(drafter.draft(number, drafter.waiting()))
         caches.append((drafter.cache, found))
     (one, drafts), (other, expected) = caches
     assert all(map(torch.equal, drafts, expected))

@@ -20,6 +20,7 @@ from nemotron_ultra.model.cache import Cache
 from nemotron_ultra.model.draft import Drafts
 from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.model.plan import reads_padded
+from nemotron_ultra.ops.decode_kernels import Round
 from nemotron_ultra.ops.segments import Segments, pad_rows
 
 REACH = 16  # pairs of a row that wait, at most: drafts made of more were not seen to stay oftener
@@ -27,6 +28,9 @@ TOGETHER, LEAST = 128, 4  # pairs of all rows that are taken in at once, but LEA
 
 # Called with (logits [B, V], number of the draft from 0) -> token [B].
 Pick = Callable[[Tensor, int], Tensor]
+
+# hidden states [B, K, D], the tokens after them [B, K], and how many of each row count
+Waiting = tuple[Tensor, Tensor, list[int]]
 
 
 def check_drafts(model: HybridLM, draft_tokens: int) -> None:
@@ -125,12 +129,15 @@ class Drafter:
         else:
             self._give(seen)
 
-    def draft(self, count: int, pick: Pick | None = None) -> Tensor:
-        """`count` tokens, 1 or more, for every live row, [B, count]; each row has a pair that waits.
+    def round(self, count: int, main: Cache, pending_B: Tensor, waiting: Waiting) -> Round | None:
+        """`draft`, and `HybridLM.verify` with the cache of the model, in one call where that can be."""
+        return self.drafts.round(self.cache, waiting, count, main, pending_B)
+
+    def draft(self, count: int, waiting: Waiting, pick: Pick | None = None) -> Tensor:
+        """`count` tokens, 1 or more, for every live row, [B, count], after what was `waiting`.
 
         pick: how a draft is chosen, by default the likeliest id.
         """
-        waiting = self._waiting()
         if pick is None and (found := self.drafts.run(self.cache, *waiting, count)) is not None:
             return found
         g_BD = self._extend(*waiting)
@@ -158,8 +165,8 @@ class Drafter:
             self._give(seen)
         self.rounds.clear()
 
-    def _waiting(self) -> tuple[Tensor, Tensor, list[int]]:
-        """The pairs that wait: [B, K, D], [B, K] and how many of each row count."""
+    def waiting(self) -> Waiting:
+        """The pairs that wait, which are then to be drafted after; each row has one."""
         last = self.rounds[-1] if len(self.rounds) == 1 and not any(self.behind) else None
         if (
             last is not None
@@ -167,8 +174,7 @@ class Drafter:
             and len(last.rows) == self.cache.size
         ):
             self.rounds.clear()
-            most = max(last.counts)
-            return last.hidden_BKD[:, :most], last.token_BK[:, :most], last.counts
+            return last.hidden_BKD, last.token_BK, last.counts
         self._sort()
         room = max(LEAST, min(REACH, TOGETHER // len(self.behind)))
         waiting = [_latest(pairs, room) for pairs in self.behind]
@@ -187,7 +193,7 @@ class Drafter:
 
     def _extend(self, hidden_BKD: Tensor, token_BK: Tensor, lengths: list[int]) -> Tensor:
         most = max(lengths)
-        g_BKD = self.model.mtp.extend(hidden_BKD, self._embed(token_BK), self.cache)
+        g_BKD = self.model.mtp.extend(hidden_BKD[:, :most], self._embed(token_BK[:, :most]), self.cache)
         self.cache.commit(lengths)
         if min(lengths) == most:
             return g_BKD[:, -1]

@@ -28,7 +28,7 @@ from nemotron_ultra.generation.verify import (
     repeated,
 )
 from nemotron_ultra.model.hybrid import HybridLM
-from nemotron_ultra.ops.decode_kernels import Verified
+from nemotron_ultra.ops.decode_kernels import Round, Verified
 
 SIDE = 2  # numbers that a place takes besides the one it is drawn with: for its draft, and to accept it
 
@@ -147,6 +147,11 @@ class Speculative:
 
     def _verify(self, rows: Rows, count: int) -> list[Run]:
         """Draft, extend, verify and commit; rows.hidden_BD is then that of the last token that stayed."""
+        waiting = self.drafter.waiting()
+        if rows.options.all_greedy:
+            found = self.drafter.round(count, rows.cache, self.pending_B, waiting)
+            if found is not None:
+                return self._round(rows, count, found)
         side, q = [], []
 
         def pick(logits_BV: Tensor, number: int) -> Tensor:
@@ -158,7 +163,7 @@ class Speculative:
         if self.sampled:
             side = [uniforms.peek(SIDE * count) for uniforms in self.side]
         rejects = self.sampled and not rows.options.all_greedy
-        draft_BJ = self.drafter.draft(count, pick if rejects else None)
+        draft_BJ = self.drafter.draft(count, waiting, pick if rejects else None)
         tokens_BK = torch.cat([self.pending_B[:, None], draft_BJ], 1)
         found = self._whole(rows, tokens_BK)
         if found is None:
@@ -173,6 +178,16 @@ class Speculative:
         columns = (verdict.token_BK, verdict.logprob_BK, verdict.model_logprob_BK)
         lists = [values_BK.tolist() for values_BK in columns]
         return [Run(*(values[:count] for values in row)) for count, *row in zip(kept, *lists, strict=True)]
+
+    def _round(self, rows: Rows, count: int, found: Round) -> list[Run]:
+        """Take in what one call did."""
+        rows.hidden_BD, self.pending_B = found.last_BD, found.next_B
+        self.drafter.saw(0, found.hidden_MD, found.token_M, found.keep)
+        if self.sampled:
+            self._skip_side(found.keep)
+        spans = [(row * (count + 1), keep) for row, keep in enumerate(found.keep)]
+        lists = (found.found, found.logprobs, found.model_logprobs)
+        return [Run(*(values[at : at + keep] for values in lists)) for at, keep in spans]
 
     def _whole(self, rows: Rows, tokens_BK: Tensor) -> Verified | None:
         """What follows greedily, drafts verified and committed, in one call where that can be."""

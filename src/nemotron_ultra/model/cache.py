@@ -256,8 +256,18 @@ class Cache:
             self.length_B.add_(counts[0])
         else:
             self.length_B.add_(torch.tensor(counts, device=self._length_B.device))
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.moved(counts)
         self._opened = []
+
+    def moved(self, counts: Sequence[int]) -> None:
+        """length_B counts counts[b] more tokens of row b."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+
+    def check_room(self, count: int) -> None:
+        """Raises DataError if some row has not room for `count` more tokens."""
+        longest = max(self.lengths, default=0) + count
+        if longest > self.capacity:
+            raise _too_long(longest, self.capacity)
 
     def commit(self, keep_B: Tensor | Sequence[int]) -> None:
         """After `HybridLM.extend` of K tokens: row b keeps the first keep_B[b] of them, 0 to K."""

@@ -1,4 +1,5 @@
-"""All drafts of a round in one call: d_j = argmax head(g_j), g_j = MTP(e(d_{j-1}), g_{j-1}) (report 2.1).
+"""All drafts of a round in one call: d_j = argmax head(g_j), g_j = MTP(e(d_{j-1}), g_{j-1}) (report 2.1); and
+the whole round, with the check of the drafts.
 
 The matrices of the MTP module and the head are read as bytes, with a scale for each row: drafts are checked
 anyway, and reading weights is the most of what a draft costs. The copies take a quarter of what they are made
@@ -7,14 +8,16 @@ of. For a model in float32 on a CPU whose MTP layers all run in `ops/decode_kern
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from nemotron_ultra.model.cache import Cache
-from nemotron_ultra.model.hybrid import HybridLM
+from nemotron_ultra.model.hybrid import FEW_ROWS, HybridLM
 from nemotron_ultra.model.plan import PLAIN, DecodePlan, Pool, plan_of
+from nemotron_ultra.model.whole import whole_plan
 from nemotron_ultra.ops import decode_kernels as kernels
 
 
@@ -54,6 +57,22 @@ def _bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _copies: WeakKeyDictionary[HybridLM, ByteWeights] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Hidden states [B, K, D] and the tokens after them [B, K]; the first counts[b] of row b count."""
+
+    hidden_BKD: Tensor
+    token_BK: Tensor
+    counts: list[int]
+    count_B: Tensor
+    most: int
+
+    @classmethod
+    def of(cls, hidden_BKD: Tensor, token_BK: Tensor, counts: list[int]) -> Pairs:
+        tensors = hidden_BKD.contiguous(), token_BK.contiguous()
+        return cls(*tensors, counts, torch.tensor(counts), max(counts))
 
 
 class DraftPlan:
@@ -112,25 +131,28 @@ class DraftPlan:
             and (not self.fits or self.copies.are_of(self.sources))
         )
 
-    def run(self, hidden_BKD: Tensor, token_BK: Tensor, counts: list[int], drafts: int) -> Tensor:
+    def aim(
+        self, pairs: Pairs, drafts: int, extra: tuple[int, ...] = ()
+    ) -> tuple[kernels.Work, kernels.Work]:
+        """For `drafts` ids after these pairs -> the work of the pairs and that of a later id.
+
+        extra: floats of further buffers, the last ones of the pool.
+        """
         plan, what = self.layers, self.what
-        rows, most, _ = hidden_BKD.shape
-        places = rows * most
-        sizes = (places * self.width, 2 * places * self.width, rows * self.width, rows * self.vocab_size)
-        self.pool.grow(list(sizes))
-        x, joined, last, logits = (buffer.data_ptr() for buffer in self.pool.buffers)
-        token_BK = token_BK.contiguous()
-        count_B, out_BJ = torch.tensor(counts), torch.empty(rows, drafts, dtype=torch.int64)
-        length_B = plan.cache.length_B
-        what.hidden, what.hidden_stride = hidden_BKD.data_ptr(), most * self.width
-        what.token, what.token_stride = token_BK.data_ptr(), most
-        what.counts, what.out, what.drafts = count_B.data_ptr(), out_BJ.data_ptr(), drafts
-        what.length, what.joined, what.last, what.logits = length_B.data_ptr(), joined, last, logits
-        works = [plan.work(rows * most, most), plan.work(rows, 1)]
+        rows, wide, _ = pairs.hidden_BKD.shape
+        places = rows * pairs.most
+        sizes = [places * self.width, 2 * places * self.width, rows * self.width, rows * self.vocab_size]
+        self.pool.grow([*sizes, *extra])
+        x, joined, last, logits, *_ = (buffer.data_ptr() for buffer in self.pool.buffers)
+        length = plan.cache.length_B.data_ptr()
+        what.hidden, what.hidden_stride = pairs.hidden_BKD.data_ptr(), wide * self.width
+        what.token, what.token_stride = pairs.token_BK.data_ptr(), wide
+        what.counts, what.drafts, what.length = pairs.count_B.data_ptr(), drafts, length
+        what.joined, what.last, what.logits = joined, last, logits
+        works = plan.work(places, pairs.most), plan.work(rows, 1)
         for work in works:
-            work.x, work.length, work.waits = x, length_B.data_ptr(), 0
-        kernels.draft(what, *works)
-        return out_BJ
+            work.x, work.length, work.waits = x, length, 0
+        return works
 
 
 class Drafts:
@@ -147,18 +169,58 @@ class Drafts:
 
         None, and nothing done, where the kernels cannot.
         """
-        rows, most, _ = hidden_BKD.shape
-        layers = plan_of(self.model.mtp.layers, cache, rows * most)
+        pairs = Pairs.of(hidden_BKD, token_BK, counts)
+        plan = self._ready(cache, pairs, drafts)
+        if plan is None:
+            return None
+        works = plan.aim(pairs, drafts)
+        out_BJ = torch.empty(len(counts), drafts, dtype=torch.int64)
+        plan.what.out, plan.what.out_stride = out_BJ.data_ptr(), drafts
+        kernels.draft(plan.what, *works)
+        cache.moved(counts)
+        return out_BJ
+
+    def round(
+        self,
+        cache: Cache,
+        waiting: tuple[Tensor, Tensor, list[int]],
+        drafts: int,
+        main: Cache,
+        pending_B: Tensor,
+    ) -> kernels.Round | None:
+        """`run`, then `HybridLM.verify` of pending tokens and drafts with the model's own cache `main`.
+
+        None, and nothing done, where the kernels cannot.
+        """
+        model, rows, tokens = self.model, len(pending_B), drafts + 1
+        if rows * tokens > FEW_ROWS:
+            return None
+        pairs, whole = Pairs.of(*waiting), whole_plan(model.parts, main, rows * tokens)
+        plan = None if whole is None else self._ready(cache, pairs, drafts)
+        if plan is None:
+            return None
+        main.check_room(tokens)
+        sizes = rows * tokens * plan.width, rows * tokens * len(model.lm_head.weight)
+        works = plan.aim(pairs, drafts, sizes)
+        x, logits = (buffer.data_ptr() for buffer in plan.pool.buffers[-2:])
+        whole.begin(rows, tokens, waits=True)
+        work = whole.aim(x, rows * tokens, tokens)
+        found = kernels.draft_and_verify(
+            plan.what, (*works, work), whole.model, pending_B, logits, self.vocab_size
+        )
+        whole.waits = False
+        cache.moved(pairs.counts)
+        main.moved(found.keep)
+        return found
+
+    def _ready(self, cache: Cache, pairs: Pairs, drafts: int) -> DraftPlan | None:
+        layers = plan_of(self.model.mtp.layers, cache, len(pairs.counts) * pairs.most)
         if layers is None or not layers.is_whole:
             _copies.pop(self.model, None)
             return None
         if self.plan is None or not self.plan.is_still(self.model, layers):
             self.plan = DraftPlan(self.model, layers, self.vocab_size)
-        hidden_BKD = hidden_BKD.contiguous()
-        if not self.plan.fits or not kernels.fits(hidden_BKD):
+        if not self.plan.fits or not kernels.fits(pairs.hidden_BKD):
             return None
-        assert max(cache.lengths) + most + drafts - 1 <= cache.capacity, "drafts do not fit their slots"
-        found = self.plan.run(hidden_BKD, token_BK, counts, drafts)
-        cache.open(counts)
-        cache.close()
-        return found
+        assert max(cache.lengths) + pairs.most + drafts - 1 <= cache.capacity, "drafts do not fit their slots"
+        return self.plan

@@ -231,7 +231,7 @@ class HybridLM(nn.Module):
     @torch.no_grad()
     def step(self, tokens_B: Tensor, cache: Cache) -> Tensor:
         """One more token of every live row of the cache -> hidden [B, D] after the final norm."""
-        hidden_BD = advance(self._parts, tokens_B[:, None], cache, waits=False)
+        hidden_BD = advance(self.parts, tokens_B[:, None], cache, waits=False)
         if hidden_BD is None:
             x_BD = F.embedding(tokens_B, self.backbone.embeddings.weight).to(self.compute_dtype)
             cache.open([1] * cache.size)
@@ -242,7 +242,7 @@ class HybridLM(nn.Module):
     @torch.no_grad()
     def extend(self, tokens_BK: Tensor, cache: Cache) -> Tensor:
         """K more tokens of every live row -> hidden [B, K, D]; then `cache.commit(keep_B)` must follow."""
-        hidden_MD = advance(self._parts, tokens_BK, cache, waits=True)
+        hidden_MD = advance(self.parts, tokens_BK, cache, waits=True)
         if hidden_MD is None:
             x_MD = F.embedding(tokens_BK.flatten(), self.backbone.embeddings.weight).to(self.compute_dtype)
             count = tokens_BK.shape[1]
@@ -253,10 +253,11 @@ class HybridLM(nn.Module):
     @torch.no_grad()
     def verify(self, tokens_BK: Tensor, cache: Cache, usable: int) -> Verified | None:
         """`extend`, `likeliest`, and `commit` of the drafts that are likeliest, in one call (`whole.py`)."""
-        return verify(self._parts, tokens_BK, cache, usable) if tokens_BK.numel() <= FEW_ROWS else None
+        return verify(self.parts, tokens_BK, cache, usable) if tokens_BK.numel() <= FEW_ROWS else None
 
     @property
-    def _parts(self) -> Parts:
+    def parts(self) -> Parts:
+        """What `whole.py` runs in one call."""
         backbone = self.backbone
         return Parts(backbone.embeddings.weight, backbone.layers, backbone.norm_f, self.lm_head.weight)
 

@@ -7,6 +7,7 @@ need no new plan; weights that move or are replaced, and other products, do (`is
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
@@ -71,14 +72,13 @@ class Watch:
         places += [(vars(one), "product") for one in inner if isinstance(one, Linear)]
         places += [(vars(one), "run") for one in inner if "run" in vars(one)]
         self.dicts, self.names = [d for d, _ in places], [name for _, name in places]
-        self.objects = list(map(dict.get, self.dicts, self.names))  # kept, so that no other gets their ids
-        self.ids = list(map(id, self.objects))
+        self.objects = list(map(dict.get, self.dicts, self.names))
         self.tensors = [found for found in self.objects if isinstance(found, Tensor)] + tensors
         self.addresses = list(map(Tensor.data_ptr, self.tensors))
 
     def is_still(self) -> bool:
         return (
-            list(map(id, map(dict.get, self.dicts, self.names))) == self.ids
+            all(map(operator.is_, map(dict.get, self.dicts, self.names), self.objects))
             and list(map(Tensor.data_ptr, self.tensors)) == self.addresses
         )
 
@@ -123,13 +123,14 @@ class DecodePlan:
 
     def run(self, x_MD: Tensor, tokens: int, first: int, last: int) -> None:
         """Layers of a fast segment on x [B * tokens, D], contiguous, in place."""
-        kernels.run_layers(self.structs, first, last - first, self.aim(x_MD, tokens))
+        work = self.aim(x_MD.data_ptr(), len(x_MD), tokens)
+        kernels.run_layers(self.structs, first, last - first, work)
 
-    def aim(self, x_MD: Tensor, tokens: int) -> kernels.Work:
-        """The work of `begin`, on this residual stream."""
-        work = self.work(len(x_MD), tokens)
+    def aim(self, x: int, rows: int, tokens: int) -> kernels.Work:
+        """The work of `begin`, on the residual stream at address x, [rows, D]."""
+        work = self.work(rows, tokens)
         self.latest, work.waits = work, self.waits
-        work.x, work.length = x_MD.data_ptr(), self.cache.length_B.data_ptr()
+        work.x, work.length = x, self.cache.length_B.data_ptr()
         return work
 
     def begin(self, rows: int, tokens: int, *, waits: bool) -> None:

@@ -31,7 +31,7 @@ def advance(parts: Parts, tokens_BK: Tensor, cache: Cache, *, waits: bool) -> Te
     None, and nothing done, where the kernels cannot. waits: states wait for `Cache.commit`; False: K is 1,
     and `Cache.close` follows. Raises DataError for an id that the model does not have.
     """
-    plan = _plan(parts, cache, tokens_BK)
+    plan = whole_plan(parts, cache, tokens_BK.numel())
     if plan is None:
         return None
     ids_BK, work, _x = _opened(plan, tokens_BK, cache, waits=waits)
@@ -42,7 +42,7 @@ def verify(parts: Parts, tokens_BK: Tensor, cache: Cache, usable: int) -> kernel
     """A pending token and K - 1 drafts of every live row, and the commit of those drafts that are likeliest,
     among ids below `usable`, after what is before them. None and errors as above.
     """
-    plan = _plan(parts, cache, tokens_BK)
+    plan = whole_plan(parts, cache, tokens_BK.numel())
     if plan is None:
         return None
     ids_BK, work, _x = _opened(plan, tokens_BK, cache, waits=tokens_BK.shape[1] > 1)
@@ -55,8 +55,9 @@ def verify(parts: Parts, tokens_BK: Tensor, cache: Cache, usable: int) -> kernel
     return found
 
 
-def _plan(parts: Parts, cache: Cache, tokens_BK: Tensor) -> DecodePlan | None:
-    plan = plan_of(parts.layers, cache, tokens_BK.numel())
+def whole_plan(parts: Parts, cache: Cache, rows: int) -> DecodePlan | None:
+    """How the kernels run all of it on so many rows; None: they cannot."""
+    plan = plan_of(parts.layers, cache, rows)
     if plan is None or not plan.is_whole:
         return None
     tensors = (parts.embedding_VD, parts.norm.weight, parts.head_VD)
@@ -84,4 +85,4 @@ def _opened(
     cache.open([tokens] * rows)
     plan.begin(rows, tokens, waits=waits)
     x_MD = torch.empty(rows * tokens, plan.width)
-    return ids_BK, plan.aim(x_MD, tokens), x_MD
+    return ids_BK, plan.aim(x_MD.data_ptr(), len(x_MD), tokens), x_MD

@@ -94,7 +94,7 @@ class Draft(ctypes.Structure):
         *((name, c_void_p) for name in ("embedding", "embedded_norm", "hidden_norm", "last_norm")),
         *((name, Matrix) for name in ("join", "head")),
         *((name, c_float) for name in ("embedded_eps", "hidden_eps", "last_eps")),
-        *((name, c_int64) for name in ("drafts", "hidden_stride", "token_stride")),
+        *((name, c_int64) for name in ("drafts", "hidden_stride", "token_stride", "out_stride")),
         *((name, c_void_p) for name in ("hidden", "token", "counts", "length", "out")),
         *((name, c_void_p) for name in ("joined", "last", "logits")),
     ]
@@ -225,6 +225,50 @@ def draft(what: Draft, first: Work, later: Work) -> None:
     library().nu_draft(*map(ctypes.addressof, (what, first, later)), torch.get_num_threads())
 
 
+@dataclass(frozen=True)
+class Round:
+    """Of B sequences: keep [B], and of each place the token found there with its log-probabilities, as lists;
+    hidden [B * K, D] and token [B * K] of all places, last [B, D] and next [B] of those after what stayed.
+    """
+
+    keep: list[int]
+    found: list[int]
+    logprobs: list[float]
+    model_logprobs: list[float]
+    hidden_MD: Tensor
+    token_M: Tensor
+    last_BD: Tensor
+    next_B: Tensor
+
+
+def draft_and_verify(
+    draft: Draft, works: tuple[Work, Work, Work], model: Model, pending_B: Tensor, logits: int, usable: int
+) -> Round:
+    """`draft` with works[0] and [1], `verify` with works[2]: see the source. logits: address of room."""
+    work = works[2]
+    batch, rows, width = work.batch, work.batch * work.tokens, work.width
+    ints = torch.empty(2 * rows + 2 * batch, dtype=torch.int64)  # tokens, found, keep, next
+    floats, hidden = torch.empty(2 * rows), torch.empty(rows + batch, width)
+    here, at, size = ints.data_ptr(), floats.data_ptr(), ints.element_size()
+    library().nu_round(
+        *map(ctypes.addressof, (draft, *works[:2], model, work)),
+        *(pending_B.data_ptr(), here, hidden.data_ptr(), logits, usable),
+        *(here + size * rows, at, at + 4 * rows, here + 2 * size * rows),
+        *(hidden.data_ptr() + 4 * rows * width, here + size * (2 * rows + batch), torch.get_num_threads()),
+    )
+    numbers, logprobs = ints.tolist(), floats.tolist()
+    return Round(
+        numbers[2 * rows : 2 * rows + batch],
+        numbers[rows : 2 * rows],
+        logprobs[:rows],
+        logprobs[rows:],
+        hidden[:rows],
+        ints[rows : 2 * rows],
+        hidden[rows:],
+        ints[2 * rows + batch :],
+    )
+
+
 def fits(*tensors: Tensor | None) -> bool:
     """Whether the kernels can read these tensors where they are."""
     return all(
@@ -250,11 +294,11 @@ def _loaded(command: str) -> ctypes.CDLL:
         *(c_void_p, c_void_p, c_void_p, c_int64),
     ]
     found.nu_advance.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_int64]
+    found.nu_round.argtypes = [*[c_void_p] * 9, c_int64, *[c_void_p] * 6, c_int64]
     found.nu_verify.argtypes = [*[c_void_p] * 5, c_int64, *[c_void_p] * 4, c_int64]
     found.nu_first_unknown.argtypes, found.nu_first_unknown.restype = [c_void_p, c_void_p, c_int64], c_int64
-    found.nu_draft.restype = found.nu_likeliest.restype = found.nu_advance.restype = (
-        found.nu_verify.restype
-    ) = None
+    found.nu_draft.restype = found.nu_likeliest.restype = found.nu_advance.restype = None
+    found.nu_verify.restype = found.nu_round.restype = None
     found.nu_run_layers.restype = found.nu_commit_layers.restype = found.nu_few_rows.restype = None
     return found
 

@@ -56,7 +56,7 @@ typedef struct {
     float *x;
     int64_t batch, tokens, width;
     int64_t waits;                         /* whether states wait for a commit; else they move at once */
-    const int64_t *length;                 /* tokens that each sequence has seen, [batch] */
+    int64_t *length;                       /* tokens that each sequence has seen, [batch] */
     float *normed, *wide, *narrow, *hidden, *mixed, *scratch;
     int64_t normed_size, scratch_size;     /* floats a thread */
 } Work;
@@ -168,10 +168,10 @@ static inline void sums(const vec *a, int many, float *out) {
 #define HOLD(register)
 #endif
 #define UNROLL _Pragma("GCC unroll 8")
-#define TILE(M, R, KIND, TYPE)                                                                             \
-    static void KIND##_##M##_##R(const float *const *x, const void *weight, int64_t k, const void *after, int fetch, \
+#define UNROLL16 _Pragma("GCC unroll 16")
+#define TILE(M, R)                                                                                         \
+    static void tile_##M##_##R(const float *const *x, const float *w, int64_t k, const float *next, int fetch, \
                                float out[WIDE_ROWS][4]) {                                                 \
-        const TYPE *w = weight, *next = after;                                                            \
         vec acc[M][R];                                                                                    \
         const float *in[M];                                                                               \
         UNROLL for (int i = 0; i < M; i++) in[i] = x[i];                                                  \
@@ -180,10 +180,10 @@ static inline void sums(const vec *a, int many, float *out) {
         int64_t p = 0;                                                                                    \
         for (; p + LANES <= k; p += LANES) {                                                              \
             vec column[R];                                                                                \
-            UNROLL for (int j = 0; j < R; j++) column[j] = KIND##_load(w + j * k + p);                    \
-            if (fetch && (sizeof(TYPE) == 4 || !(p & 63)))                                                \
+            UNROLL for (int j = 0; j < R; j++) column[j] = *(const vecu *)(w + j * k + p);                \
+            if (fetch)                                                                                    \
                 for (int j = 0; j < 2; j++) __builtin_prefetch(next + j * k + p);                         \
-            if (fetch == 4 && (sizeof(TYPE) == 4 || !(p & 63)))                                           \
+            if (fetch == 4)                                                                               \
                 for (int j = 2; j < 4; j++) __builtin_prefetch(next + j * k + p);                         \
             UNROLL for (int i = 0; i < M; i++) {                                                          \
                 vec row = *(const vecu *)(in[i] + p);                                                     \
@@ -197,43 +197,17 @@ static inline void sums(const vec *a, int many, float *out) {
                 for (int j = 0; j < R; j++) out[i][j] += in[i][t] * w[j * k + t];                         \
         }                                                                                                 \
     }
-typedef int8_t bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
-static inline vec tile_load(const float *w) { return *(const vecu *)w; }
-static inline vec byte_load(const int8_t *w) {
-#ifdef __AVX512F__
-    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)w)));
-#elif defined(__AVX2__)
-    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)w)));
-#else
-    return __builtin_convertvector(*(const bytes *)w, vec);
-#endif
-}
-
-#define TILES(KIND, TYPE)                                                                                 \
-    TILE(1, 4, KIND, TYPE) TILE(2, 4, KIND, TYPE) TILE(3, 4, KIND, TYPE)                                  \
-    TILE(1, 1, KIND, TYPE) TILE(2, 1, KIND, TYPE) TILE(3, 1, KIND, TYPE)
-TILES(tile, float) TILES(byte, int8_t)
+TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(1, 1) TILE(2, 1) TILE(3, 1)
 #if WIDE_ROWS == 6
-#define MORE_TILES(KIND, TYPE)                                                                            \
-    TILE(4, 4, KIND, TYPE) TILE(5, 4, KIND, TYPE) TILE(6, 4, KIND, TYPE)                                  \
-    TILE(4, 1, KIND, TYPE) TILE(5, 1, KIND, TYPE) TILE(6, 1, KIND, TYPE)
-MORE_TILES(tile, float) MORE_TILES(byte, int8_t)
+TILE(4, 4) TILE(5, 4) TILE(6, 4) TILE(4, 1) TILE(5, 1) TILE(6, 1)
 #endif
 
-typedef void Tile(const float *const *, const void *, int64_t, const void *, int, float[WIDE_ROWS][4]);
-static Tile *const tiles[2][WIDE_ROWS][2] = {
-    {
-        {tile_1_1, tile_1_4}, {tile_2_1, tile_2_4}, {tile_3_1, tile_3_4},
+typedef void Tile(const float *const *, const float *, int64_t, const float *, int, float[WIDE_ROWS][4]);
+static Tile *const tiles[WIDE_ROWS][2] = {
+    {tile_1_1, tile_1_4}, {tile_2_1, tile_2_4}, {tile_3_1, tile_3_4},
 #if WIDE_ROWS == 6
-        {tile_4_1, tile_4_4}, {tile_5_1, tile_5_4}, {tile_6_1, tile_6_4},
+    {tile_4_1, tile_4_4}, {tile_5_1, tile_5_4}, {tile_6_1, tile_6_4},
 #endif
-    },
-    {
-        {byte_1_1, byte_1_4}, {byte_2_1, byte_2_4}, {byte_3_1, byte_3_4},
-#if WIDE_ROWS == 6
-        {byte_4_1, byte_4_4}, {byte_5_1, byte_5_4}, {byte_6_1, byte_6_4},
-#endif
-    },
 };
 
 enum { STORE, RELU2, ADD, ADD_WEIGHED };
@@ -254,28 +228,148 @@ static inline void put4(float *y, const float *value, const float *bias, int mod
     else *to += weight * v;
 }
 
+/* Where the products of a row of x go: y[n] (mode) out + bias[n]. */
+static inline void put_all(float *y, const float *out, int r, const float *bias, int mode, float weight) {
+    if (r == 4) put4(y, out, bias, mode, weight);
+    else put(y, out[0] + (bias ? bias[0] : 0), mode, weight);
+}
+
+/* out[j] = sum of q[p] * w[row j][p], bytes in -127..127, of the BYTE_ROWS rows in `row`. next: a row that is
+ * fetched meanwhile, with those below it. */
+#if defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#define BYTE_ROWS 16
+static inline void byte_sums(const int8_t *q, const int8_t *const *row, int64_t k, const int8_t *next, float *out) {
+    __m512i sum[16];
+    UNROLL16 for (int j = 0; j < 16; j++) sum[j] = _mm512_setzero_si512();
+    for (int64_t p = 0; p < k; p += 64) {
+        __mmask64 there = k - p >= 64 ? ~0ull : ~0ull >> (64 - (k - p));
+        __m512i here = _mm512_maskz_loadu_epi8(there, q + p), size = _mm512_abs_epi8(here);
+        __mmask64 below = _mm512_movepi8_mask(here);
+        UNROLL16 for (int j = 0; j < 16; j++) {
+            __m512i w = _mm512_maskz_loadu_epi8(there, row[j] + p);
+            sum[j] = _mm512_dpbusd_epi32(sum[j], size, _mm512_mask_sub_epi8(w, below, _mm512_setzero_si512(), w));
+            __builtin_prefetch(next + j * k + p);
+        }
+    }
+    UNROLL16 for (int j = 0; j < 16; j += 2)
+        sum[j / 2] = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[j], sum[j + 1]),
+                                      _mm512_unpackhi_epi32(sum[j], sum[j + 1]));
+    UNROLL for (int j = 0; j < 8; j += 2)
+        sum[j / 2] = _mm512_add_epi32(_mm512_unpacklo_epi64(sum[j], sum[j + 1]),
+                                      _mm512_unpackhi_epi64(sum[j], sum[j + 1]));
+    for (int many = 4; many > 1; many /= 2)
+        for (int j = 0; j < many; j += 2)
+            sum[j / 2] = _mm512_add_epi32(_mm512_shuffle_i32x4(sum[j], sum[j + 1], 0x88),
+                                          _mm512_shuffle_i32x4(sum[j], sum[j + 1], 0xdd));
+    _mm512_storeu_ps(out, _mm512_cvtepi32_ps(sum[0]));
+}
+#elif defined(__AVX2__)
+#define BYTE_ROWS 8
+static inline void byte_sums(const int8_t *q, const int8_t *const *row, int64_t k, const int8_t *next, float *out) {
+    __m256i sum[8];
+    int64_t p = 0;
+    UNROLL for (int j = 0; j < 8; j++) sum[j] = _mm256_setzero_si256();
+    for (; p + 32 <= k; p += 32) {
+        __m256i here = _mm256_loadu_si256((const __m256i *)(q + p)), size = _mm256_abs_epi8(here);
+        UNROLL for (int j = 0; j < 8; j++) {
+            __m256i w = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)(row[j] + p)), here);
+            __m256i pairs = _mm256_maddubs_epi16(size, w); /* at most 2 * 128 * 127: fits */
+            sum[j] = _mm256_add_epi32(sum[j], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+            if (!(p & 63)) __builtin_prefetch(next + j * k + p);
+        }
+    }
+    for (int j = 0; j < 8; j += 4) {
+        __m256i low = _mm256_hadd_epi32(sum[j], sum[j + 1]), high = _mm256_hadd_epi32(sum[j + 2], sum[j + 3]);
+        sum[j / 4] = _mm256_hadd_epi32(low, high);
+    }
+    __m256i all = _mm256_add_epi32(_mm256_permute2x128_si256(sum[0], sum[1], 0x20),
+                                   _mm256_permute2x128_si256(sum[0], sum[1], 0x31));
+    int32_t rest[8] __attribute__((aligned(32))) = {0};
+    for (int j = 0; j < 8; j++)
+        for (int64_t t = p; t < k; t++) rest[j] += q[t] * row[j][t];
+    all = _mm256_add_epi32(all, _mm256_load_si256((const __m256i *)rest));
+    _mm256_storeu_ps(out, _mm256_cvtepi32_ps(all));
+}
+#else
+#define BYTE_ROWS 4
+static inline void byte_sums(const int8_t *q, const int8_t *const *row, int64_t k, const int8_t *next, float *out) {
+    for (int j = 0; j < 4; j++) {
+        int32_t sum = 0;
+        for (int64_t p = 0; p < k; p++) sum += q[p] * row[j][p];
+        out[j] = (float)sum;
+    }
+}
+#endif
+
+typedef int32_t alias32 __attribute__((may_alias));
+
+/* x = scale * q but for rounding, q in -127..127 -> scale. */
+static float to_bytes(const float *x, int64_t k, int8_t *q) {
+    const alias32 *bits = (const alias32 *)x;
+    union { int32_t i; float f; } most = {0x0da24260}; /* 1e-30 */
+    for (int64_t p = 0; p < k; p++) { /* without their signs numbers are in the order of their bits */
+        int32_t size = bits[p] & 0x7fffffff;
+        most.i = size > most.i ? size : most.i;
+    }
+    float inverse = 127.0f / most.f;
+    for (int64_t p = 0; p < k; p++) {
+        union { float f; int32_t i; } near = {x[p] * inverse + 12582912.0f}; /* 1.5 * 2^23: the integer is below */
+        q[p] = (int8_t)near.i;
+    }
+    return most.f / 127.0f;
+}
+
+#define BYTES_AT_ONCE 65536 /* of x, on the stack */
+
+/* `product` for weights of a byte: x is rounded to bytes too, a scale for each row. */
+static void byte_product(const float *const *x, float *const *y, const float *weight, int64_t rows, const Matrix *w,
+                         int64_t first, int64_t k, int64_t begin, int64_t end, int mode, int64_t next) {
+    int64_t most = BYTES_AT_ONCE / k > 0 ? BYTES_AT_ONCE / k : 1, ahead = BYTE_ROWS * (1 + 4096 / (BYTE_ROWS * k));
+    if (most > rows) most = rows;
+    int8_t q[most * k];
+    float own[most], out[BYTE_ROWS];
+    const int8_t *data = (const int8_t *)w->data + first * k, *row[BYTE_ROWS];
+    const float *scale = w->scale + first;
+    for (int64_t i = 0; i < rows; i += most) {
+        int64_t many = rows - i < most ? rows - i : most;
+        for (int64_t a = 0; a < many; a++) own[a] = to_bytes(x[i + a], k, q + a * k);
+        for (int64_t n = begin; n < end; n += BYTE_ROWS) {
+            int64_t left = end - n < BYTE_ROWS ? end - n : BYTE_ROWS;
+            int64_t later = n + ahead < end ? n + ahead : next >= 0 ? next - first + n + ahead - end : n;
+            for (int64_t j = 0; j < BYTE_ROWS; j++) row[j] = data + (n + (j < left ? j : left - 1)) * k;
+            for (int64_t a = 0; a < many; a++) {
+                byte_sums(q + a * k, row, k, data + later * k, out);
+                for (int64_t j = 0; j < left; j++) out[j] *= own[a] * scale[n + j];
+                for (int64_t j = 0, r; j < left; j += r) {
+                    r = left - j >= 4 ? 4 : 1;
+                    put_all(y[i + a] + n + j, out + j, (int)r, w->bias ? w->bias + n + j : NULL, mode,
+                            weight ? weight[i + a] : 1);
+                }
+            }
+        }
+    }
+}
+
 /* y_i[n] (mode) x_i . w_n + bias_n for n in begin..end-1, w_n being row first + n of the matrix. next: row of
  * the matrix that is read afterwards, or -1. */
 static void product(const float *const *x, float *const *y, const float *weight, int64_t rows, const Matrix *w,
                     int64_t first, int64_t k, int64_t begin, int64_t end, int mode, int64_t next) {
+    if (w->scale) {
+        byte_product(x, y, weight, rows, w, first, k, begin, end, mode, next);
+        return;
+    }
     float out[WIDE_ROWS][4];
-    int64_t size = w->scale ? 1 : sizeof(float);
-    int64_t passes = (rows + WIDE_ROWS - 1) / WIDE_ROWS, ahead = 4 * ((8192 / size + 4 * k - 1) / (4 * k));
-    const float *bias = w->bias, *scale = w->scale ? w->scale + first : NULL;
+    int64_t passes = (rows + WIDE_ROWS - 1) / WIDE_ROWS, ahead = 4 * ((2048 + 4 * k - 1) / (4 * k));
     for (int64_t n = begin; n < end;) {
         int r = end - n >= 4 ? 4 : 1;
         int64_t later = n + ahead < end ? first + n + ahead : next >= 0 ? next + n + ahead - end : first + n;
-        const char *row = (const char *)w->data + (first + n) * k * size, *after = (const char *)w->data + later * k * size;
+        const float *row = (const float *)w->data + (first + n) * k, *after = (const float *)w->data + later * k;
         for (int64_t i = 0, pass = 0; pass < passes; pass++) {
             int m = (int)((rows - i + passes - pass - 1) / (passes - pass));
             int fetch = passes == 1 ? 4 : pass < 2 ? 2 : 0; /* the first two passes share the work */
-            tiles[scale != NULL][m - 1][r == 4](x + i, row, k, after + (pass == 1 ? 2 * k * size : 0), fetch, out);
-            for (int a = 0; a < m; a++, i++) {
-                if (scale)
-                    for (int j = 0; j < r; j++) out[a][j] *= scale[n + j];
-                if (r == 4) put4(y[i] + n, out[a], bias ? bias + n : NULL, mode, weight ? weight[i] : 1);
-                else put(y[i] + n, out[a][0] + (bias ? bias[n] : 0), mode, weight ? weight[i] : 1);
-            }
+            tiles[m - 1][r == 4](x + i, row, k, after + (pass == 1 ? 2 * k : 0), fetch, out);
+            for (int a = 0; a < m; a++, i++)
+                put_all(y[i] + n, out[a], r, w->bias ? w->bias + n : NULL, mode, weight ? weight[i] : 1);
         }
         n += r;
     }
@@ -677,17 +771,18 @@ static int64_t largest(const float *x, int64_t count, float *most) {
 }
 
 /* Twin of `Draft` in ops/decode_kernels.py. A row of `hidden` and of `token` has the pairs that its sequence has
- * not taken in, `counts` of them; out gets `drafts` tokens for each sequence. */
+ * not taken in, `counts` of them; out gets `drafts` tokens for each sequence. Strides are from one sequence to the
+ * next. */
 typedef struct {
     const Layer *layers;
     int64_t count;
     const float *embedding, *embedded_norm, *hidden_norm, *last_norm;
     Matrix join, head;                     /* [D, 2 D]; the ids that may be drafted, [vocabulary, D] */
     float embedded_eps, hidden_eps, last_eps;
-    int64_t drafts, hidden_stride, token_stride;
+    int64_t drafts, hidden_stride, token_stride, out_stride;
     const float *hidden;
     const int64_t *token, *counts;
-    int64_t *length, *out;                 /* [batch] tokens seen, left as they were; [batch, drafts] */
+    int64_t *length, *out;                 /* [batch] tokens seen; [batch, ..] */
     float *joined, *last, *logits;         /* [batch * tokens, 2 D], [batch, D], [batch, vocabulary] */
 } Draft;
 
@@ -728,7 +823,8 @@ static void join(const Draft *d, int64_t row, int64_t D, const float *hidden, in
     rms(hidden, d->hidden_norm, d->hidden_eps, 1, D, to + D);
 }
 
-/* All drafts of all sequences: first the pairs that wait, then one token after the other. */
+/* All drafts of all sequences: first the pairs that wait, which are seen then, after them one token after the
+ * other. */
 void nu_draft(const Draft *d, const Work *first, const Work *later, int64_t threads) {
     int64_t D = first->width, batch = first->batch;
     for (int64_t b = 0; b < batch; b++)
@@ -742,12 +838,12 @@ void nu_draft(const Draft *d, const Work *first, const Work *later, int64_t thre
         for (int64_t b = 0; b < batch; b++) {
             float most;
             int64_t token = largest(d->logits + b * d->head.outs, d->head.outs, &most);
-            d->out[b * d->drafts + number] = token;
+            d->out[b * d->out_stride + number] = token;
             d->length[b] += number ? 1 : d->counts[b];
             join(d, b, D, d->last + b * D, token);
         }
     }
-    for (int64_t b = 0; b < batch && d->drafts; b++) d->length[b] -= d->counts[b] + d->drafts - 1;
+    for (int64_t b = 0; b < batch && d->drafts; b++) d->length[b] -= d->drafts - 1;
 }
 
 static float log_sum(const float *x, int64_t count, float most) {
@@ -807,4 +903,23 @@ void nu_verify(const Model *m, const Work *k, const int64_t *token, float *hidde
     for (int64_t b = 0; b < k->batch; b++)
         for (keep[b] = 1; keep[b] < K && token[b * K + keep[b]] == found[b * K + keep[b] - 1];) keep[b]++;
     if (k->waits) nu_commit_layers(m->layers, m->count, k, keep, threads);
+}
+
+/* Drafts after what each sequence has seen and its pending token, and `verify` of them all: tokens [batch, K] gets
+ * both, K - 1 being drafts. Then sequences have seen the tokens that stay: last [batch, D] is hidden after those,
+ * next [batch] the token that is pending. */
+void nu_round(Draft *d, const Work *first, const Work *later, const Model *m, const Work *k, const int64_t *pending,
+              int64_t *tokens, float *hidden, float *logits, int64_t usable, int64_t *found, float *logprob,
+              float *model_logprob, int64_t *keep, float *last, int64_t *next, int64_t threads) {
+    int64_t K = k->tokens, D = k->width;
+    d->out = tokens + 1, d->out_stride = K, d->drafts = K - 1;
+    nu_draft(d, first, later, threads);
+    for (int64_t b = 0; b < k->batch; b++) tokens[b * K] = pending[b];
+    nu_verify(m, k, tokens, hidden, logits, usable, found, logprob, model_logprob, keep, threads);
+    for (int64_t b = 0; b < k->batch; b++) {
+        int64_t at = b * K + keep[b] - 1;
+        k->length[b] += keep[b];
+        next[b] = found[at];
+        memcpy(last + b * D, hidden + at * D, D * sizeof(float));
+    }
 }
