@@ -4,7 +4,7 @@
     python benchmarks/speculative.py runs/drafts --out speculative.html
 
 Prompts are pieces of Python files of the torch package, which `builtin:python` does not hold; how many drafts
-stay depends on how well the run learnt. Each repeat times every draft length in turn on the same requests;
+stay depends on how well the run learnt. Each repeat times every draft length on the same requests, in turns;
 speed-ups are medians over repeats of the quotient to k = 0 of the same repeat, in CPU seconds of the process.
 Tokens of all draft lengths are compared before that; "first call" is the speed-up of that very call, the
 first one with drafts at this batch size, over one call without. --tail: requests of very different lengths
@@ -79,8 +79,10 @@ def sweep(model: HybridLM, prompts: list[list[int]], sides: Sides, options: argp
                 print(f"batch {batch}, k {name}: not the tokens of k = 0 (roundings)")
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         counts: dict[str, dict[str, float]] = {}
-        for _ in range(options.repeat):
-            for name, sampler in samplers.items():
+        for number in range(options.repeat):
+            order = list(samplers)
+            for name in order[number % len(order) :] + order[: number % len(order)]:
+                sampler = samplers[name]
                 begin, sums = time.process_time(), {}
                 for group in groups:
                     sampler.generate(group, **asked)

@@ -72,6 +72,6 @@ def first_draft(model: HybridLM, ids: list[int], after: int) -> int:
     prompt_T = torch.tensor(ids)
     hidden_TD, _ = model.prefill(prompt_T, None, len(ids), every=True)
     drafter = Drafter(model, 1, 64, model.config.vocab_size)
-    drafter.admitted([prompt_T], [hidden_TD], torch.tensor([0]), now=len(ids) % 2 == 0)
+    drafter.admitted([prompt_T], [hidden_TD], torch.tensor([0]))
     drafter.saw(0, hidden_TD[None, -1:], torch.tensor([[after]]), [1])
     return int(drafter.draft(1, drafter.waiting(), lambda logits_BV, number: logits_BV.argmax(-1)))

@@ -103,7 +103,7 @@ def test_the_drafter_s_cache_holds_what_was_seen_and_no_draft():
     drafter, pairs = Drafter(model, 3, 400, 64), []
     prompts = [torch.randint(64, (length,), generator=draw) for length in (1, 5, 12)]
     hidden = [torch.randn(len(p), 32, generator=draw, dtype=torch.float64) for p in prompts]
-    drafter.admitted(prompts, hidden, torch.tensor([2, 0, 1]), now=False)
+    drafter.admitted(prompts, hidden, torch.tensor([2, 0, 1]))
     pairs = [(hidden[row][:-1], prompts[row][1:]) for row in (2, 0, 1)]
     for number in range(60):
         hidden_BKD = torch.randn(3, 4, 32, generator=draw, dtype=torch.float64)

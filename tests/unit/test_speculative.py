@@ -41,6 +41,28 @@ def test_greedy_tokens_are_those_without_drafts(changes, drafts):
     same(generate(model, PROMPTS, draft_tokens=drafts, **options), generate(model, PROMPTS, **options))
 
 
+@pytest.mark.parametrize(
+    "drafting", [Drafting(tokens=3), Drafting(tokens=7), Drafting(tokens=4, sampled=True)]
+)
+def test_rows_that_leave_and_come_take_their_tokens_along(drafting):
+    """In float32, where a round is one call, or more while rows are many."""
+    model = agreeing_model(torch.float32)
+    scheduler = Scheduler(model, max_slots=13, max_tokens=90, make_decoder=drafting.decoder(model))
+    requests = [
+        Request(prompt=tuple(range(2, 3 + 5 * n % 40)), max_new_tokens=1 + 7 * n % 33, temperature=0.0)
+        for n in range(30)
+    ]
+    for request in requests:
+        scheduler.submit(request)
+    found = run(scheduler)
+    for number, request in enumerate(requests):
+        plain = generate(model, [request.prompt], request.max_new_tokens)[0]
+        assert found[number].tokens == plain.tokens
+        for name in ("logprobs", "model_logprobs"):
+            assert getattr(found[number], name) == pytest.approx(getattr(plain, name), abs=1e-4)
+    assert scheduler.stats["accepted"] > 30
+
+
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 4, 6])
 def test_few_tokens_are_exactly_as_many(max_new_tokens):
     model = agreeing_model()

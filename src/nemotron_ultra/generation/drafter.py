@@ -2,7 +2,8 @@
 
 The module is trained as depth j over keys of depth j. Here all depths share one cache, of depth 1: entry i is
 made of h_i and token i + 1, and drafts add entries of their own until they are taken back. The pairs (h, next
-token) that the cache has not taken in yet wait in `behind`, so that rounds without drafts cost nothing.
+token) that the cache has not taken in yet wait in `behind`, so that rounds without drafts cost nothing. Only
+the last ones of a prompt, and of many rounds, are taken in.
 """
 
 from __future__ import annotations
@@ -19,11 +20,9 @@ from nemotron_ultra.errors import ConfigError
 from nemotron_ultra.model.cache import Cache
 from nemotron_ultra.model.draft import Drafts
 from nemotron_ultra.model.hybrid import HybridLM
-from nemotron_ultra.model.plan import reads_padded
 from nemotron_ultra.ops.decode_kernels import Round
-from nemotron_ultra.ops.segments import Segments, pad_rows
 
-REACH = 16  # pairs of a row that wait, at most: drafts made of more were not seen to stay oftener
+REACH = 16  # pairs of a row that wait, at most: after more of them drafts were not seen to stay oftener
 TOGETHER, LEAST = 128, 4  # pairs of all rows that are taken in at once, but LEAST of each
 
 # Called with (logits [B, V], number of the draft from 0) -> token [B].
@@ -94,21 +93,11 @@ class Drafter:
         self.behind: list[list[tuple[Tensor, Tensor]]] = []
         self.rounds: deque[_Round] = deque(maxlen=REACH)  # of all rows, later than `behind`
 
-    def admitted(self, prompts: list[Tensor], hidden: list[Tensor], index_B: Tensor, *, now: bool) -> None:
-        """New rows: copies of prompts index_B. now: read the ends of prompts, each once, here.
-
-        Else a few of their pairs are read with the first draft.
-        """
-        room = max(LEAST, TOGETHER // len(prompts)) if now else REACH
-        pairs = [(h_TD[:-1][-room:], p_T[1:][-room:]) for h_TD, p_T in zip(hidden, prompts, strict=True)]
-        lengths = [len(tokens) for _, tokens in pairs]
-        if now and min(lengths):
-            read = self.model.new_cache(len(pairs), max(lengths), pattern=self.model.config.mtp_pattern)
-            read.admit_new(len(pairs))
-            self._read(*map(torch.cat, zip(*pairs, strict=True)), lengths, read)
-            self.cache.admit(read, index_B)
-            self.behind += [[] for _ in range(len(index_B))]
-            return
+    def admitted(self, prompts: list[Tensor], hidden: list[Tensor], index_B: Tensor) -> None:
+        """New rows: copies of prompts index_B, whose last pairs are taken in with the first draft."""
+        pairs = [
+            (h_TD[:-1][-REACH:].clone(), p_T[1:][-REACH:]) for h_TD, p_T in zip(hidden, prompts, strict=True)
+        ]
         self.cache.admit_new(len(index_B))
         self.behind += [[pairs[row]] for row in index_B.tolist()]
 
@@ -198,17 +187,6 @@ class Drafter:
         if min(lengths) == most:
             return g_BKD[:, -1]
         return g_BKD[self.cache.rows_B, torch.tensor(lengths, device=g_BKD.device) - 1]
-
-    def _read(self, hidden_TD: Tensor, token_T: Tensor, lengths: list[int], cache: Cache) -> None:
-        """lengths[b] pairs of row b, end to end, into a cache that has seen nothing."""
-        if reads_padded(self.model.mtp.layers, cache, lengths):
-            (hidden_BKD, _), (token_BK, _) = (pad_rows(x, lengths) for x in (hidden_TD, token_T))
-            self.model.mtp.extend(hidden_BKD, self._embed(token_BK), cache)
-            cache.commit(lengths)
-            return
-        bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        segments = Segments(len(token_T), bounds, token_T.device)
-        self.model.mtp.prefill(hidden_TD, self._embed(token_T), segments, cache)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         model = self.model

@@ -80,8 +80,7 @@ class Speculative:
         self._repeated: tuple[RowOptions, int, RowOptions] | None = None
 
     def admitted(self, prompts: list[Tensor], hidden: list[Tensor] | None, index_B: Tensor) -> None:
-        now = self.length.choose(len(self.pending_B) + len(index_B)) > 0
-        self.drafter.admitted(prompts, hidden, index_B, now=now)
+        self.drafter.admitted(prompts, hidden, index_B)
 
     def dropped(self, gone_B: Tensor) -> None:
         order_B = self.drafter.dropped(gone_B)

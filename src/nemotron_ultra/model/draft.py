@@ -82,7 +82,7 @@ class DraftPlan:
     """
 
     def __init__(self, model: HybridLM, layers: DecodePlan, vocab_size: int):
-        self.layers, self.vocab_size, self.pool = layers, vocab_size, Pool()
+        self.layers, self.vocab_size, self.pool, self.checks = layers, vocab_size, Pool(), Pool()
         block, last = model.mtp.layers[0], model.mtp.layers[-1]
         tensors = {
             "embedding": model.backbone.embeddings.weight,
@@ -131,19 +131,14 @@ class DraftPlan:
             and (not self.fits or self.copies.are_of(self.sources))
         )
 
-    def aim(
-        self, pairs: Pairs, drafts: int, extra: tuple[int, ...] = ()
-    ) -> tuple[kernels.Work, kernels.Work]:
-        """For `drafts` ids after these pairs -> the work of the pairs and that of a later id.
-
-        extra: floats of further buffers, the last ones of the pool.
-        """
+    def aim(self, pairs: Pairs, drafts: int) -> tuple[kernels.Work, kernels.Work]:
+        """For `drafts` ids after these pairs -> the work of the pairs and that of a later id."""
         plan, what = self.layers, self.what
         rows, wide, _ = pairs.hidden_BKD.shape
         places = rows * pairs.most
         sizes = [places * self.width, 2 * places * self.width, rows * self.width, rows * self.vocab_size]
-        self.pool.grow([*sizes, *extra])
-        x, joined, last, logits, *_ = (buffer.data_ptr() for buffer in self.pool.buffers)
+        self.pool.grow(sizes)
+        x, joined, last, logits = (buffer.data_ptr() for buffer in self.pool.buffers)
         length = plan.cache.length_B.data_ptr()
         what.hidden, what.hidden_stride = pairs.hidden_BKD.data_ptr(), wide * self.width
         what.token, what.token_stride = pairs.token_BK.data_ptr(), wide
@@ -200,9 +195,9 @@ class Drafts:
         if plan is None:
             return None
         main.check_room(tokens)
-        sizes = rows * tokens * plan.width, rows * tokens * len(model.lm_head.weight)
-        works = plan.aim(pairs, drafts, sizes)
-        x, logits = (buffer.data_ptr() for buffer in plan.pool.buffers[-2:])
+        works = plan.aim(pairs, drafts)
+        plan.checks.grow([rows * tokens * plan.width, rows * tokens * len(model.lm_head.weight)])
+        x, logits = (buffer.data_ptr() for buffer in plan.checks.buffers)
         whole.begin(rows, tokens, waits=True)
         work = whole.aim(x, rows * tokens, tokens)
         found = kernels.draft_and_verify(
