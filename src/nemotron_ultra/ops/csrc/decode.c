@@ -167,6 +167,7 @@ static inline void sums(const vec *a, int many, float *out) {
 #else
 #define HOLD(register)
 #endif
+#define SOON(address) __builtin_prefetch(address, 0, 2) /* into the second level, which waits for more at once */
 #define UNROLL _Pragma("GCC unroll 8")
 #define UNROLL16 _Pragma("GCC unroll 16")
 #define TILE(M, R)                                                                                         \
@@ -182,9 +183,9 @@ static inline void sums(const vec *a, int many, float *out) {
             vec column[R];                                                                                \
             UNROLL for (int j = 0; j < R; j++) column[j] = *(const vecu *)(w + j * k + p);                \
             if (fetch)                                                                                    \
-                for (int j = 0; j < 2; j++) __builtin_prefetch(next + j * k + p);                         \
+                for (int j = 0; j < 2; j++) SOON(next + j * k + p);                                       \
             if (fetch == 4)                                                                               \
-                for (int j = 2; j < 4; j++) __builtin_prefetch(next + j * k + p);                         \
+                for (int j = 2; j < 4; j++) SOON(next + j * k + p);                                       \
             UNROLL for (int i = 0; i < M; i++) {                                                          \
                 vec row = *(const vecu *)(in[i] + p);                                                     \
                 HOLD(row);                                                                                \
@@ -248,7 +249,7 @@ static inline void byte_sums(const int8_t *q, const int8_t *const *row, int64_t 
         UNROLL16 for (int j = 0; j < 16; j++) {
             __m512i w = _mm512_maskz_loadu_epi8(there, row[j] + p);
             sum[j] = _mm512_dpbusd_epi32(sum[j], size, _mm512_mask_sub_epi8(w, below, _mm512_setzero_si512(), w));
-            __builtin_prefetch(next + j * k + p);
+            SOON(next + j * k + p);
         }
     }
     UNROLL16 for (int j = 0; j < 16; j += 2)
@@ -275,7 +276,7 @@ static inline void byte_sums(const int8_t *q, const int8_t *const *row, int64_t 
             __m256i w = _mm256_sign_epi8(_mm256_loadu_si256((const __m256i *)(row[j] + p)), here);
             __m256i pairs = _mm256_maddubs_epi16(size, w); /* at most 2 * 128 * 127: fits */
             sum[j] = _mm256_add_epi32(sum[j], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-            if (!(p & 63)) __builtin_prefetch(next + j * k + p);
+            if (!(p & 63)) SOON(next + j * k + p);
         }
     }
     for (int j = 0; j < 8; j += 4) {
@@ -359,7 +360,7 @@ static void product(const float *const *x, float *const *y, const float *weight,
         return;
     }
     float out[WIDE_ROWS][4];
-    int64_t passes = (rows + WIDE_ROWS - 1) / WIDE_ROWS, ahead = 4 * ((2048 + 4 * k - 1) / (4 * k));
+    int64_t passes = (rows + WIDE_ROWS - 1) / WIDE_ROWS, ahead = 4 * ((4096 + 4 * k - 1) / (4 * k));
     for (int64_t n = begin; n < end;) {
         int r = end - n >= 4 ? 4 : 1;
         int64_t later = n + ahead < end ? first + n + ahead : next >= 0 ? next + n + ahead - end : first + n;
