@@ -11,7 +11,7 @@ without drafts, then two with.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -25,8 +25,7 @@ NEAR = 0.8  # of plain decoding's speed: drafts so fast are visited sooner
 CLEAR = 1.3  # times plain decoding: drafts so fast hardly turn out to be slower
 SETTLED, BESIDE = 6, 3  # rounds without drafts before one with them is timed; the last ones count
 TRY_CLOSE, TRY_PLAIN = 48, 128  # rounds from visit to visit while there are drafts
-TRY_NEAR, TRY_FAR = 128, 256  # while there are none; where they are far, each time twice as many
-LONGEST = 2  # times twice as many
+TRY_NEAR, TRY_FAR, LONGEST = 128, 256, 2  # while there are none; LONGEST times twice as many
 EARLY = 4  # visits come so much sooner before ENOUGH quotients of a length are known
 ENOUGH, TWICE = 3, 2  # without TWICE quotients there are no drafts but on a visit
 LATEST = 5  # quotients that are kept of a length
@@ -62,9 +61,7 @@ class FixedLength:
 class Rounds:
     """What is known of rounds of about so many rows. Numbers count the rounds of all."""
 
-    quotients: dict[int, deque[float]] = field(
-        default_factory=lambda: defaultdict(lambda: deque(maxlen=LATEST))
-    )
+    quotients: dict[int, deque[float]] = field(default_factory=dict)  # the latest, by drafts
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=SETTLED))  # seconds, one after another
     number: int = 0  # of the last round
     drafts: int = 0  # of the last round
@@ -74,12 +71,13 @@ class Rounds:
     visit: deque[int] = field(default_factory=deque)  # drafts of the rounds that are left of a visit
     visits: int = 0
     visited: int = 0  # the count at the last visit
-    far: int = 0  # visits in a row that found drafts far
+    idle: int = 0  # visits in a row while there were no drafts
 
     def note(self, number: int, drafts: int, seconds: float) -> None:
         again = drafts == self.drafts and number == self.number + 1
         if drafts and again and len(self.plain) == SETTLED:  # the first round had to prepare
-            self.quotients[drafts].append(seconds / median(list(self.plain)[-BESIDE:]))
+            found = self.quotients.setdefault(drafts, deque(maxlen=LATEST))
+            found.append(seconds / median(list(self.plain)[-BESIDE:]))
             self.until = 0
         if number != self.number + 1 or self.drafts:
             self.plain.clear()
@@ -94,8 +92,8 @@ class Rounds:
         self.visits, self.visited = self.visits + 1, self.count
         return drafts[0]
 
-    def known(self, drafts: int) -> int:
-        return len(self.quotients.get(drafts, ()))
+    def known(self) -> int:
+        return sum(map(len, self.quotients.values()))
 
     def of(self, most: int) -> list[float]:
         """Q(0) to Q(most); some length is known."""
@@ -132,7 +130,7 @@ class AdaptiveLength:
         best, drafts, wait = self._weigh(own, rows)
         due = own.visited + wait
         if own.count >= due:
-            own.far = own.far + 1 if wait >= TRY_FAR else 0
+            own.idle = 0 if best or own.known() < ENOUGH else own.idle + 1
             return own.begin(*[0] * SETTLED * (best > 0), drafts, drafts)
         own.choice, own.until = best, min(due, own.count + HOLD) if best else due
         return best
@@ -153,13 +151,13 @@ class AdaptiveLength:
         runs = [1.0, *(1 + np.cumprod(self.rates()).cumsum())]
         speeds = [run / quotient for run, quotient in zip(runs, own.of(self.most), strict=True)]
         drafts = max(range(1, self.most + 1), key=speeds.__getitem__)
-        if speeds[drafts] > GAIN and sum(map(len, own.quotients.values())) < TWICE:
+        if speeds[drafts] > GAIN and own.known() < TWICE:
             return 0, drafts, 2 * SETTLED
         if speeds[drafts] > GAIN:
             best, wait = drafts, TRY_PLAIN if speeds[drafts] > CLEAR else TRY_CLOSE
         else:
-            best, wait = 0, TRY_NEAR if speeds[drafts] > NEAR else TRY_FAR << min(own.far, LONGEST)
-        return best, drafts, wait // EARLY if own.known(drafts) < ENOUGH else wait
+            best, wait = 0, (TRY_NEAR if speeds[drafts] > NEAR else TRY_FAR) << min(own.idle, LONGEST)
+        return best, drafts, wait // EARLY if len(own.quotients.get(drafts, ())) < ENOUGH else wait
 
     def _of(self, rows: int) -> Rounds:
         found = self.rounds.get(rows)
