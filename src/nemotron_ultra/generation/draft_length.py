@@ -77,7 +77,7 @@ class Rounds:
         again = drafts == self.drafts and number == self.number + 1
         if drafts and again and len(self.plain) == SETTLED:  # the first round had to prepare
             found = self.quotients.setdefault(drafts, deque(maxlen=LATEST))
-            found.append(seconds / median(list(self.plain)[-BESIDE:]))
+            found.append(seconds / max(median(list(self.plain)[-BESIDE:]), 1e-9))
             self.until = 0
         if number != self.number + 1 or self.drafts:
             self.plain.clear()
@@ -147,7 +147,7 @@ class AdaptiveLength:
     def _weigh(self, own: Rounds, rows: int) -> tuple[int, int, int]:
         """The best choice, the best number of drafts above 0, and rounds from one visit to the next."""
         if not own.quotients:
-            return 0, min(self.most, 3 if rows <= 8 else 1), min(TRY_FAR, SETTLED << 2 * own.visits)
+            return 0, min(self.most, 3 if rows <= 8 else 1), min(TRY_FAR, SETTLED << min(2 * own.visits, 8))
         runs = [1.0, *(1 + np.cumprod(self.rates()).cumsum())]
         speeds = [run / quotient for run, quotient in zip(runs, own.of(self.most), strict=True)]
         drafts = max(range(1, self.most + 1), key=speeds.__getitem__)
