@@ -10,7 +10,7 @@ from drafting import agreeing_model
 from micro import micro_model
 from nemotron_ultra.config.precision import PrecisionConfig, PrecisionRule
 from nemotron_ultra.errors import BackendError, DataError
-from nemotron_ultra.generation import generate
+from nemotron_ultra.generation import Sampler, generate
 from nemotron_ultra.generation.drafter import Drafter
 from nemotron_ultra.model.cache import Cache
 from nemotron_ultra.model.draft import Drafts
@@ -357,6 +357,47 @@ def test_models_made_for_inference_alone_draft_too():
         model = micro_model()
     plain, drafted = (generate(model, [[1, 2, 3]], 6, draft_tokens=k)[0].tokens for k in (0, 3))
     assert plain == drafted
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pattern": "M", "mamba_num_heads": 300, "mamba_head_dim": 1, "n_groups": 1, "ssm_state_size": 4},
+        {"pattern": "M", "mtp_pattern": "-" * 140},
+    ],
+    ids=["many heads in a group", "many layers of a module"],
+)
+def test_sizes_beyond_what_kernels_hold_at_once(changes, torch_only):
+    model = agreeing_model(torch.float32, **changes)
+    found = [generate(model, [[1, 2, 3], [4]], 12, draft_tokens=k) for k in (0, 3)]
+    torch_only()
+    for some in found:
+        for one, other in zip(some, generate(model, [[1, 2, 3], [4]], 12), strict=True):
+            assert one.tokens == other.tokens
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@needs_compiler
+def test_weights_loaded_where_changes_are_not_counted_are_drafted_with():
+    with torch.inference_mode():
+        model, other = agreeing_model(torch.float32), agreeing_model(torch.float32)
+        other.lm_head.weight.copy_(other.lm_head.weight.roll(3, 0))
+        sampler, fresh = (Sampler(one, draft_tokens=3) for one in (model, other))
+        sampler.generate([[5, 6]], max_new_tokens=40, temperature=0.0)
+        sampler.load_weights(other.state_dict().items(), 1)
+        for one in (sampler, fresh):
+            one.generate([[5, 6]], max_new_tokens=40, temperature=0.0)
+    assert sampler.stats["accepted"] == fresh.stats["accepted"] > 0
+
+
+@needs_compiler
+def test_numbers_that_are_none_are_never_the_largest():
+    """Logits of one row: x times a column, where a weight that is NaN makes one."""
+    weight_VD = torch.full((200, 4), -1.0)
+    weight_VD[0], weight_VD[64], weight_VD[64 + 16] = 0, torch.nan, 5
+    token_B, *_ = kernels.likeliest(torch.ones(1, 4), weight_VD, 200)
+    assert token_B.tolist() == [80]
 
 
 @needs_compiler

@@ -28,7 +28,7 @@ TRY_CLOSE, TRY_PLAIN = 48, 128  # rounds from visit to visit while there are dra
 TRY_NEAR, TRY_FAR, LONGEST = 128, 256, 2  # while there are none; LONGEST times twice as many
 EARLY = 4  # visits come so much sooner before ENOUGH quotients of a length are known
 ENOUGH, TWICE = 3, 2  # without TWICE quotients there are no drafts but on a visit
-LATEST = 5  # quotients that are kept of a length
+LATEST, REMEMBERED = 5, 8  # quotients that are kept of a length, visits that one without new ones is kept for
 HOLD = 16  # rounds with drafts that a choice is kept for
 PRIOR_RATE, PRIOR_DRAFTS = 0.6, 4.0
 MEMORY = 0.99  # weight of a round's acceptance after the next one with drafts
@@ -61,7 +61,8 @@ class FixedLength:
 class Rounds:
     """What is known of rounds of about so many rows. Numbers count the rounds of all."""
 
-    quotients: dict[int, deque[float]] = field(default_factory=dict)  # the latest, by drafts
+    # the latest by their drafts, each with the number of its visit
+    quotients: dict[int, deque[tuple[int, float]]] = field(default_factory=dict)
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=SETTLED))  # seconds, one after another
     number: int = 0  # of the last round
     drafts: int = 0  # of the last round
@@ -76,8 +77,7 @@ class Rounds:
     def note(self, number: int, drafts: int, seconds: float) -> None:
         again = drafts == self.drafts and number == self.number + 1
         if drafts and again and len(self.plain) == SETTLED:  # the first round had to prepare
-            found = self.quotients.setdefault(drafts, deque(maxlen=LATEST))
-            found.append(seconds / max(median(list(self.plain)[-BESIDE:]), 1e-9))
+            self._measured(drafts, seconds / max(median(list(self.plain)[-BESIDE:]), 1e-9))
             self.until = 0
         if number != self.number + 1 or self.drafts:
             self.plain.clear()
@@ -86,6 +86,13 @@ class Rounds:
         self.number, self.drafts, self.count = number, drafts, self.count + 1
         if self.visit and self.visit.popleft() != drafts:  # the rows had not so many tokens to get
             self.visit.clear()
+
+    def _measured(self, drafts: int, quotient: float) -> None:
+        """A length that was not visited for long is forgotten: it may have been an accident."""
+        self.quotients.setdefault(drafts, deque(maxlen=LATEST)).append((self.visits, quotient))
+        old = [k for k, found in self.quotients.items() if self.visits - found[-1][0] > REMEMBERED]
+        for k in old:
+            del self.quotients[k]
 
     def begin(self, *drafts: int) -> int:
         self.visit.extend(drafts)
@@ -97,7 +104,7 @@ class Rounds:
 
     def of(self, most: int) -> list[float]:
         """Q(0) to Q(most); some length is known."""
-        found = {k: max(0.02, median(quotients) - 1) for k, quotients in self.quotients.items()}
+        found = {k: max(0.02, median(q for _, q in latest) - 1) for k, latest in self.quotients.items()}
         quotients = [1.0]
         for k in range(1, most + 1):
             near = min(found, key=lambda m: (abs(m - k), m))

@@ -26,6 +26,7 @@ from nemotron_ultra.generation.request import (
 )
 from nemotron_ultra.generation.scheduler import Scheduler
 from nemotron_ultra.generation.speculative import Drafting, draft_metrics
+from nemotron_ultra.model.draft import forget_copies
 from nemotron_ultra.model.hybrid import HybridLM
 
 
@@ -112,6 +113,7 @@ class Sampler:
                 )
             for name, tensor in own.items():
                 tensor.copy_(new[name])
+            forget_copies(self.model)
             self.version = version
 
     @torch.no_grad()

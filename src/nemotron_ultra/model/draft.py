@@ -46,7 +46,7 @@ class ByteWeights:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often its values have changed; inference tensors do not count, and cannot be trained."""
+    """How often its values have changed; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -57,6 +57,13 @@ def _bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _copies: WeakKeyDictionary[HybridLM, ByteWeights] = WeakKeyDictionary()
+
+
+def forget_copies(model: HybridLM) -> None:
+    """After new values where nobody counts changes: drafts are made with the weights as they are now."""
+    copies = _copies.pop(model, None)
+    if copies is not None:
+        copies.versions.clear()
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ class DraftPlan:
         bias = getattr(join, "bias", None)
         self.tensors = [*tensors.values()] + ([] if bias is None else [bias])
         self.fits = join.product in PLAIN and kernels.fits(head_VD, join.weight, *self.tensors)
+        self.fits &= len(layers.structs) <= kernels.MOST_DRAFT_LAYERS
         self.addresses = list(map(Tensor.data_ptr, self.tensors))
         self.sources = [head_VD, join.weight, *(w for entry in layers.fitting for w in entry.matrices)]
         self.width = len(join.weight)

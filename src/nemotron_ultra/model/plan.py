@@ -268,7 +268,7 @@ def _mamba(mixer: Mamba2Mixer, state: MambaState) -> Entry | None:
     layer.heads, layer.head_dim, layer.groups, layer.columns = s.heads, s.head_dim, s.groups, s.state
     layer.taps = mixer.conv1d.weight.shape[-1]
     width = s.inner // s.groups
-    floats = 4 * width + 2 * s.state + s.state * width
+    floats = 4 * width + 2 * s.state + s.heads // s.groups + s.state * width
     return Entry(
         layer,
         tensors + [t for t in named.values() if t is not None],

@@ -27,6 +27,7 @@ from nemotron_ultra.errors import BackendError, DataError
 SOURCE = Path(__file__).parent / "csrc" / "decode.c"
 SWITCH = "NEMOTRON_ULTRA_DECODE"
 MOST_ROWS = 256  # rows of one call, as in the source
+MOST_DRAFT_LAYERS = 128  # of a module that drafts
 FLAGS = (
     *("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno"),
     *("-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros", "-freciprocal-math"),

@@ -22,7 +22,7 @@
 #endif
 
 #define MOST_ROWS 256
-#define AT_ONCE 128 /* layers of a parallel region */
+#define AT_ONCE 128 /* layers of a parallel region, and of a module that drafts */
 
 enum { MAMBA, ATTENTION, MOE, MLP };
 
@@ -115,7 +115,7 @@ static inline float exp1(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    union { int32_t i; float f; } two = {((int32_t)n + 127) << 23};
+    union { uint32_t i; float f; } two = {(uint32_t)((int32_t)n + 127) << 23};
     return p * two.f;
 }
 
@@ -415,13 +415,12 @@ static void mamba_group(const Layer *a, const Work *k, int64_t b, int64_t g, flo
     int64_t first[3] = {g * X, inner + g * N, inner + a->groups * N + g * N}, many[3] = {X, N, N};
     float *window = a->window + b * before * channels;
     float *home = a->state + (b * a->groups + g) * N * X, *state = home;
-    float *conv = scratch, *decay = conv + X + 2 * N, *u = decay + X, *y = u + X;
+    float *conv = scratch, *decay = conv + X + 2 * N, *u = decay + X, *y = u + X, *log_decay = y + X;
     if (k->waits) {
-        state = y + X;
+        state = log_decay + per;
         memcpy(state, home, N * X * sizeof(float));
     }
-    float log_decay[MOST_ROWS];
-    memset(log_decay, 0, sizeof log_decay);
+    memset(log_decay, 0, per * sizeof(float));
     for (int64_t t = 0; t < k->tokens; t++) {
         const float *zx = k->wide + (b * k->tokens + t) * W, *in = zx + inner, *dt = in + channels;
         for (int s = 0, at = 0; s < 3; at += many[s], s++) {
@@ -753,8 +752,8 @@ static int64_t largest(const float *x, int64_t count, float *most) {
     if (*most != *most) *most = -INFINITY;
     typedef __typeof__((vec){0} > (vec){0}) mask;
     for (; block + BLOCK <= count; block += BLOCK) {
-        vec high = *(const vecu *)(x + block);
-        UNROLL for (int i = 1; i < 4; i++) {
+        vec high = (vec){0} + *most;
+        UNROLL for (int i = 0; i < 4; i++) {
             vec other = *(const vecu *)(x + block + i * LANES);
             mask over = other > high;
             high = (vec)((over & (mask)other) | (~over & (mask)high));
