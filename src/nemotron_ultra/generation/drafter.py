@@ -23,7 +23,7 @@ from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.ops.decode_kernels import Round
 
 REACH = 16  # pairs of a row that wait, at most: after more of them drafts were not seen to stay oftener
-TOGETHER, LEAST = 128, 4  # pairs of all rows that are taken in at once, but LEAST of each
+TOGETHER, LEAST = 64, 4  # pairs of all rows that are taken in at once, but LEAST of each
 
 # Called with (logits [B, V], number of the draft from 0) -> token [B].
 Pick = Callable[[Tensor, int], Tensor]
