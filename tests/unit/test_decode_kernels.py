@@ -13,7 +13,7 @@ from nemotron_ultra.errors import BackendError, DataError
 from nemotron_ultra.generation import Sampler, generate
 from nemotron_ultra.generation.drafter import Drafter
 from nemotron_ultra.model.cache import Cache
-from nemotron_ultra.model.draft import Drafts
+from nemotron_ultra.model.draft import Drafts, Pairs
 from nemotron_ultra.model.hybrid import HybridLM, apply_head
 from nemotron_ultra.model.latent_moe import Experts
 from nemotron_ultra.model.linear import Linear, plain_product
@@ -159,14 +159,11 @@ def test_drafts_in_one_call_are_those_one_by_one(rows, changes):
     caches = []
     for model in (agreeing_model(torch.float32, **changes), rounding_model(**changes)):
         draw, drafter = torch.Generator().manual_seed(rows), Drafter(model, rows, 300, 64)
-        width = model.config.hidden_size
-        found = []
+        drafter.cache.admit_new(rows)
+        drafter.behind, found = [[] for _ in range(rows)], []
         for number in range(1, 9):
-            hidden_BKD = torch.randn(rows, 4, width, generator=draw)
+            hidden_BKD = torch.randn(rows, 4, model.config.hidden_size, generator=draw)
             token_BK = torch.randint(64, (rows, 4), generator=draw)
-            if number == 1:
-                drafter.cache.admit_new(rows)
-                drafter.behind = [[] for _ in range(rows)]
             drafter.saw(0, hidden_BKD, token_BK, [1 + (row + number) % 4 for row in range(rows)])
             found.append(drafter.draft(number, drafter.waiting()))
         caches.append((drafter.cache, found))
@@ -266,7 +263,7 @@ def test_drafts_follow_new_weights(part):
     def drafted(number: int) -> tuple[Tensor, Cache]:
         cache = models[number].new_cache(2, 60, pattern=models[number].config.mtp_pattern)
         cache.admit_new(2)
-        return makers[number].run(cache, *pairs, [4, 3], 6), cache
+        return makers[number].run(cache, Pairs.of(*pairs, [4, 3]), 6), cache
 
     before, _ = drafted(0)
     for model in models:
@@ -342,7 +339,7 @@ def test_a_replaced_head_is_drafted_with():
     def drafted(maker: Drafts) -> Tensor:
         cache = model.new_cache(1, 60, pattern=model.config.mtp_pattern)
         cache.admit_new(1)
-        return maker.run(cache, *pairs, [2], 6)
+        return maker.run(cache, Pairs.of(*pairs, [2]), 6)
 
     before = drafted(maker)
     for one in (model, other):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemotron_ultra.errors import ConfigError
 from nemotron_ultra.model.cache import Cache
-from nemotron_ultra.model.draft import Drafts
+from nemotron_ultra.model.draft import Drafts, Pairs
 from nemotron_ultra.model.hybrid import HybridLM
 from nemotron_ultra.ops.decode_kernels import Round
 
@@ -27,9 +27,6 @@ TOGETHER, LEAST = 64, 4  # pairs of all rows that are taken in at once, but LEAS
 
 # Called with (logits [B, V], number of the draft from 0) -> token [B].
 Pick = Callable[[Tensor, int], Tensor]
-
-# hidden states [B, K, D], the tokens after them [B, K], and how many of each row count
-Waiting = tuple[Tensor, Tensor, list[int]]
 
 
 def check_drafts(model: HybridLM, draft_tokens: int) -> None:
@@ -118,18 +115,18 @@ class Drafter:
         else:
             self._give(seen)
 
-    def round(self, count: int, main: Cache, pending_B: Tensor, waiting: Waiting) -> Round | None:
+    def round(self, count: int, main: Cache, pending_B: Tensor, waiting: Pairs) -> Round | None:
         """`draft`, and `HybridLM.verify` with the cache of the model, in one call where that can be."""
         return self.drafts.round(self.cache, waiting, count, main, pending_B)
 
-    def draft(self, count: int, waiting: Waiting, pick: Pick | None = None) -> Tensor:
+    def draft(self, count: int, waiting: Pairs, pick: Pick | None = None) -> Tensor:
         """`count` tokens, 1 or more, for every live row, [B, count], after what was `waiting`.
 
         pick: how a draft is chosen, by default the likeliest id.
         """
-        if pick is None and (found := self.drafts.run(self.cache, *waiting, count)) is not None:
+        if pick is None and (found := self.drafts.run(self.cache, waiting, count)) is not None:
             return found
-        g_BD = self._extend(*waiting)
+        g_BD = self._extend(waiting)
         drafts: list[Tensor] = []
         for number in range(count):
             logits_BV = self.model.next_logits(g_BD)[:, : self.vocab_size]
@@ -154,7 +151,7 @@ class Drafter:
             self._give(seen)
         self.rounds.clear()
 
-    def waiting(self) -> Waiting:
+    def waiting(self) -> Pairs:
         """The pairs that wait, which are then to be drafted after; each row has one."""
         last = self.rounds[-1] if len(self.rounds) == 1 and not any(self.behind) else None
         if (
@@ -163,7 +160,7 @@ class Drafter:
             and len(last.rows) == self.cache.size
         ):
             self.rounds.clear()
-            return last.hidden_BKD, last.token_BK, last.counts
+            return Pairs.of(last.hidden_BKD, last.token_BK, last.counts)
         self._sort()
         room = max(LEAST, min(REACH, TOGETHER // len(self.behind)))
         waiting = [_latest(pairs, room) for pairs in self.behind]
@@ -178,15 +175,16 @@ class Drafter:
             places_BK = begins[:, None] + torch.arange(most, device=token_T.device)
             places_BK.clamp_(max=len(token_T) - 1)  # what a shorter row has too many is not kept
             hidden_TD, token_T = hidden_TD[places_BK.flatten()], token_T[places_BK.flatten()]
-        return hidden_TD.view(rows, most, -1), token_T.view(rows, most), lengths
+        return Pairs.of(hidden_TD.view(rows, most, -1), token_T.view(rows, most), lengths)
 
-    def _extend(self, hidden_BKD: Tensor, token_BK: Tensor, lengths: list[int]) -> Tensor:
-        most = max(lengths)
-        g_BKD = self.model.mtp.extend(hidden_BKD[:, :most], self._embed(token_BK[:, :most]), self.cache)
-        self.cache.commit(lengths)
-        if min(lengths) == most:
+    def _extend(self, pairs: Pairs) -> Tensor:
+        """-> g [B, D] after the last pair of each row."""
+        hidden_BKD, token_BK = pairs.hidden_BKD[:, : pairs.most], pairs.token_BK[:, : pairs.most]
+        g_BKD = self.model.mtp.extend(hidden_BKD, self._embed(token_BK), self.cache)
+        self.cache.commit(pairs.counts)
+        if min(pairs.counts) == pairs.most:
             return g_BKD[:, -1]
-        return g_BKD[self.cache.rows_B, torch.tensor(lengths, device=g_BKD.device) - 1]
+        return g_BKD[self.cache.rows_B, torch.tensor(pairs.counts, device=g_BKD.device) - 1]
 
     def _embed(self, tokens: Tensor) -> Tensor:
         model = self.model

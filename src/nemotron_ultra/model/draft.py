@@ -68,7 +68,10 @@ def forget_copies(model: HybridLM) -> None:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Hidden states [B, K, D] and the tokens after them [B, K]; the first counts[b] of row b count."""
+    """Hidden states [B, K, D] and the tokens after them [B, K]; the first counts[b] of row b count.
+
+    most: of `counts`.
+    """
 
     hidden_BKD: Tensor
     token_BK: Tensor
@@ -165,31 +168,23 @@ class Drafts:
         self.model, self.vocab_size = model, vocab_size
         self.plan: DraftPlan | None = None
 
-    def run(
-        self, cache: Cache, hidden_BKD: Tensor, token_BK: Tensor, counts: list[int], drafts: int
-    ) -> Tensor | None:
-        """The cache takes in counts[b] pairs of row b -> `drafts` ids after them, [B, drafts].
+    def run(self, cache: Cache, pairs: Pairs, drafts: int) -> Tensor | None:
+        """The cache takes in the pairs -> `drafts` ids after those of each row, [B, drafts].
 
         None, and nothing done, where the kernels cannot.
         """
-        pairs = Pairs.of(hidden_BKD, token_BK, counts)
         plan = self._ready(cache, pairs, drafts)
         if plan is None:
             return None
         works = plan.aim(pairs, drafts)
-        out_BJ = torch.empty(len(counts), drafts, dtype=torch.int64)
+        out_BJ = torch.empty(len(pairs.counts), drafts, dtype=torch.int64)
         plan.what.out, plan.what.out_stride = out_BJ.data_ptr(), drafts
         kernels.draft(plan.what, *works)
-        cache.moved(counts)
+        cache.moved(pairs.counts)
         return out_BJ
 
     def round(
-        self,
-        cache: Cache,
-        waiting: tuple[Tensor, Tensor, list[int]],
-        drafts: int,
-        main: Cache,
-        pending_B: Tensor,
+        self, cache: Cache, pairs: Pairs, drafts: int, main: Cache, pending_B: Tensor
     ) -> kernels.Round | None:
         """`run`, then `HybridLM.verify` of pending tokens and drafts with the model's own cache `main`.
 
@@ -198,7 +193,7 @@ class Drafts:
         model, rows, tokens = self.model, len(pending_B), drafts + 1
         if rows * tokens > FEW_ROWS:
             return None
-        pairs, whole = Pairs.of(*waiting), whole_plan(model.parts, main, rows * tokens)
+        whole = whole_plan(model.parts, main, rows * tokens)
         plan = None if whole is None else self._ready(cache, pairs, drafts)
         if plan is None:
             return None
