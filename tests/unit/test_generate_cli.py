@@ -195,7 +195,15 @@ def test_a_full_conversation_says_so(run, monkeypatch):
     assert code == 0 and "no room for an answer" in err and "/reset" in err
 
 
-def test_an_interrupt_ends_an_answer_between_rounds():
+@pytest.fixture
+def interrupts():
+    """Ctrl-C raises, also where the tests were begun in the background, with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_an_answer_between_rounds(interrupts):
     with Interrupt() as stop:
         signal.raise_signal(signal.SIGINT)  # at once, in this thread, whatever others there are
         assert stop.asked
